@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from driver import Driver, make_llm
@@ -368,3 +370,40 @@ def failed_loads(
     assert held[0] == directory(driver).num_sessions
     driver.check_blocks()
     return report | {"tracked": driver.check_policy_state(), "counts": counts(driver)}
+
+
+def expires_while_idle(
+    model: str, policy: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Send one request, and no message until its session's file is gone.
+
+    Returns:
+        The number of files before, the seconds until they were gone, and what the
+        worker still holds.
+    """
+    from vllm import SamplingParams
+
+    folder = Path(policy["session_dir"])
+
+    def files() -> int:
+        return len(list(folder.glob("*/*.safetensors")))
+
+    def wait(condition: Callable[[], bool]) -> float:
+        since = time.monotonic()
+        while not condition() and time.monotonic() - since < 30:
+            time.sleep(0.02)
+        return time.monotonic() - since
+
+    llm = make_llm(model, policy, num_gpu_blocks_override=400, **settings)
+    prompt = random_tokens(1, 200, VOCABULARY)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+    wait(lambda: files() > 0)
+    before = files()
+    seconds = wait(lambda: files() == 0)
+    return {
+        "client": type(llm.llm_engine.engine_core).__name__,
+        "files": before,
+        "seconds": seconds,
+        "held": llm.collective_rpc("kv_policy_held_sessions"),
+    }

@@ -196,3 +196,28 @@ def test_a_retrievers_tokens_stay_on_the_host(tiny_model):
     assert report["counts"]["evictions"] > 0, "sessions did not give way"
     assert len(report["large"]) == 8
     assert report["tracked"] == 0
+
+
+@pytest.mark.parametrize(
+    "ahead",
+    [
+        pytest.param(False, marks=pytest.mark.slow, id="sync"),
+        pytest.param(True, id="async"),
+    ],
+)
+def test_an_idle_server_drops_sessions_by_age(tiny_model, tmp_path, ahead):
+    """Memory and files, without a request or any other message."""
+    run = run_scenario(
+        "scenarios_sessions:expires_while_idle",
+        {
+            "model": tiny_model,
+            "policy": FLOW
+            | {"session_dir": str(tmp_path / "sessions"), "session_max_age_s": 2},
+            "settings": {"async_scheduling": ahead},
+        },
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    )
+    assert run["client"] == "SyncMPClient"
+    assert run["files"] == 1
+    assert run["seconds"] < 20
+    assert run["held"] == [[0, 0]]

@@ -44,13 +44,15 @@ class Sessions:
         self.found, self.idle = match, idle
         self.directory = self
         self.fetched: list[str] = []
+        self.responds = True
 
     def match(self, request: Any, more_than: int) -> Match | None:
         match = self.found
         return match if match is not None and match.tokens > more_than else None
 
-    def fetch(self, match: Match, request_id: str) -> None:
+    def fetch(self, match: Match, request_id: str) -> bool:
         self.fetched.append(request_id)
+        return self.responds
 
     def drop_oldest(self) -> bool:
         self.idle -= 1
@@ -120,6 +122,10 @@ def test_a_request_waits_while_its_session_is_read():
     admission = built.admission.admit(request(), 0)
     assert (admission.waits_for, admission.external_tokens) == ("session", None)
     assert sessions.fetched == ["r"]
+    sessions.responds = False  # it has waited for too long
+    admission = built.admission.admit(request(), 8)
+    assert (admission.match, admission.external_tokens) == (None, 0)
+    assert admission.cached_tokens == 8
     sessions.found = None  # for example, because its file is damaged
     assert built.admission.admit(request(), 0).external_tokens == 0
 

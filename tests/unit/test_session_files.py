@@ -5,25 +5,40 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
+import subprocess
+import sys
+import time
 import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 import torch
-from safetensors import SafetensorError
+from safetensors import safe_open
 from test_session_store import session, tokens
 from typer.testing import CliRunner
+from waiting import wait_for
 
 from vllm_kvplugins.cli.app import app
 from vllm_kvplugins.config import parse_policy, parse_sessions
 from vllm_kvplugins.errors import KVPolicyError, codes_in
-from vllm_kvplugins.sessions import files as session_files
 from vllm_kvplugins.sessions import settings as session_settings
+from vllm_kvplugins.sessions import tensor_file
 from vllm_kvplugins.sessions.directory import SessionDirectory
-from vllm_kvplugins.sessions.files import Identity, SessionFileError, SessionFolder
+from vllm_kvplugins.sessions.files import (
+    Identity,
+    Scan,
+    SessionFolder,
+    list_files,
+    remove_leftovers,
+)
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot
 from vllm_kvplugins.sessions.store import SessionStore
+from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
 # -- files ---------------------------------------------------------------------------
 
@@ -67,7 +82,7 @@ def test_a_damaged_file_is_never_loaded(tmp_path, damage):
     elif damage == "empty":
         raw = bytearray()
     elif damage == "metadata":
-        raw = bytearray(bytes(raw).replace(b'"layout":"l"', b'"layout":"m"'))
+        raw = bytearray(bytes(raw).replace(b'"layout": "l"', b'"layout": "m"'))
     path.unlink() if damage == "gone" else path.write_bytes(bytes(raw))
     with pytest.raises(SessionFileError, match=r"s\.r0of1"):
         files.read("s", 0)
@@ -75,24 +90,29 @@ def test_a_damaged_file_is_never_loaded(tmp_path, damage):
 
 def test_another_model_finds_nothing(tmp_path):
     write(folder(tmp_path))
-    assert list(folder(tmp_path, model="other").scan()) == []
+    assert folder(tmp_path, model="other").scan() == Scan()
     moved = folder(tmp_path, policy="q")
     os.replace(folder(tmp_path).path("s", 0), moved.path("s", 0))
     with pytest.raises(SessionFileError, match="another model"):
         moved.read("s", 0)
-    (problem,) = moved.scan()
-    assert isinstance(problem, SessionFileError)
+    scan = moved.scan()
+    assert (len(scan.problems), scan.sessions) == (1, [])
 
 
 def test_a_scan_finds_whole_sessions_oldest_first(tmp_path):
     files = folder(tmp_path)
-    for age, name in enumerate("cab"):
-        os.utime(write(files, name, 9 + age), (1000 - age, 1000 - age))
+    now = time.time()
+    for age, name in zip((500, 900, 1000, -600), "cabd", strict=True):
+        used = now - age
+        os.utime(write(files, name, 9 + (age > 900)), (used, used))
     (files.folder / "torn.r0of1.safetensors").write_bytes(b"{}")
-    listing = [item for item in files.scan() if not isinstance(item, SessionFileError)]
-    assert [s.session_id for s, _ in listing] == ["b", "a", "c"]
-    assert [used for _, used in listing] == [998, 999, 1000]
-    assert listing[0][0].tokens.tolist() == list(range(11))
+    scan = files.scan()
+    assert [s.session.session_id for s in scan.sessions] == ["b", "a", "c", "d"]
+    ages = [s.age_s for s in scan.sessions]
+    assert ages == pytest.approx([1000, 900, 500, 0], abs=60)
+    assert ages[-1] == 0, "a file from the future is new"
+    assert scan.sessions[0].session.tokens.tolist() == list(range(10))
+    assert scan.sessions[0].file_bytes == files.path("b", 0).stat().st_size
 
 
 def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
@@ -107,20 +127,22 @@ def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
     assert list(files.folder.iterdir()) == []
 
 
-def test_every_failed_write_raises_oserror(tmp_path, monkeypatch):
-    def full(tensors: object, path: str, about: object) -> None:
-        Path(path).write_bytes(b"a part")
-        raise SafetensorError("No space left on device")
+def test_a_write_that_fails_half_way_leaves_no_file(tmp_path, monkeypatch):
+    def full(file: BinaryIO, tensors: object, about: object) -> None:
+        file.write(b"a part")
+        file.flush()
+        assert [p.suffix for p in files.folder.iterdir()] == [".part"]
+        raise OSError(28, "No space left on device")
 
     files = folder(tmp_path)
-    monkeypatch.setattr(session_files, "save_file", full)
-    with pytest.raises(OSError, match=r"s\.r0of1.*No space"):
+    monkeypatch.setattr(tensor_file, "_write_contents", full)
+    with pytest.raises(OSError, match="No space"):
         write(files)
     assert list(files.folder.iterdir()) == []
 
 
 def test_a_file_is_private_synced_and_written_without_a_copy(tmp_path, monkeypatch):
-    """Syncs the final file, because save_file may have replaced the temporary one."""
+    """Also with another umask; syncs the whole file."""
     files, large = folder(tmp_path), cache()
     large.tail = torch.zeros(6000, 1000)
     synced = []
@@ -158,6 +180,199 @@ def test_only_the_owner_reads_the_folders(tmp_path):
         os.umask(mask)
     for folder in (root, files.folder):
         assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_other_programs_read_the_files(tmp_path):
+    """All types of elements, and tensors without elements."""
+    tensors = {
+        str(dtype): torch.arange(6).reshape(2, 3).to(dtype)
+        for dtype in tensor_file._DTYPES
+    }
+    tensors |= {"empty": torch.zeros(0, 4), "scalar": torch.tensor(3.5)}
+    path = tmp_path / "all.safetensors"
+    size = tensor_file.write(path, tensors, {"a": "ü", "b": ""})
+    assert size == path.stat().st_size
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"a": "ü", "b": ""}
+        for name, tensor in tensors.items():
+            found = file.get_tensor(name)
+            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+            assert tensor_file.as_bytes(found) == tensor_file.as_bytes(tensor)
+
+
+# -- files that are not sessions -------------------------------------------------------
+
+HEADER_DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "owner": lambda raw: raw.replace(b'"owner"', b'"anyer"'),
+    "compaction": lambda raw: raw.replace(
+        b'"compaction": "null"', b'"compaction": "nul{"'
+    ),
+    "num_bytes": lambda raw: raw.replace(b'"num_bytes": "1"', b'"num_bytes": "9"'),
+    "first_query": lambda raw: raw.replace(
+        b'"first_query": "9"', b'"first_query": "x"'
+    ),
+    "tokens": lambda raw: raw.replace(b"\x05\0\0\0", b"\x06\0\0\0"),
+    "shape": lambda raw: raw.replace(b'"shape": [9]', b'"shape": [8]'),
+    "digest": lambda raw: raw.replace(b'"header": "', b'"header": "0', 1)[:-1],
+    "start": lambda raw: b"\xff" * 8 + raw[8:],
+    "nothing": lambda raw: b"",
+}
+
+
+@pytest.mark.parametrize("damage", HEADER_DAMAGE)
+def test_a_damaged_header_is_skipped(tmp_path, damage):
+    """The sessions next to it are found."""
+    files = folder(tmp_path)
+    write(files, "good")
+    path = write(files, "bad")
+    raw = HEADER_DAMAGE[damage](path.read_bytes())
+    assert raw != path.read_bytes()
+    path.write_bytes(raw)
+    scan = files.scan()
+    assert [s.session.session_id for s in scan.sessions] == ["good"]
+    (problem,) = scan.problems
+    assert "bad.r0of1" in str(problem)
+    assert scan.other_bytes == path.stat().st_size
+    with pytest.raises(SessionFileError):
+        files.read("bad", 0)
+    problems = {f.session_id: f.problem for f in list_files(tmp_path)}
+    assert problems["good"] is None
+    assert problems["bad"] is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_bytes": -99999999999},
+        {"num_bytes": 0},
+        {"num_bytes": "abc"},
+        {"first_query": 10},
+        {"session_id": "another"},
+        {"tokens": np.arange(9, dtype=np.int32), "at": 12},
+    ],
+)
+def test_impossible_sizes_are_skipped(tmp_path, changes):
+    """Also with valid digests, as another program may write them."""
+    files, changes = folder(tmp_path), dict(changes)
+    at = changes.pop("at", 0)
+    each = session("s", np.arange(max(at, 9), dtype=np.int32), at)
+    each = replace(each, **changes)
+    files.write(each, 0, cache())
+    os.replace(files.path(each.session_id, 0), files.path("s", 0))
+    scan = files.scan()
+    assert (len(scan.problems), scan.sessions) == (1, [])
+
+
+def put_strange_files(files: SessionFolder) -> list[str]:
+    """Links, pipes, folders and text; the names of those that look like sessions."""
+    at = files.folder
+    kinds = [f"{name}.r0of1.safetensors" for name in ("link", "pipe", "folder", "text")]
+    (at / kinds[0]).symlink_to(at / "nowhere")
+    os.mkfifo(at / kinds[1])
+    (at / kinds[2]).mkdir()
+    (at / kinds[3]).write_text("hello")
+    (at / "notes.txt").write_text("0123456789")
+    os.mkfifo(at / "pipe.part")
+    (at / "link.part").symlink_to(at / "nowhere")
+    return kinds
+
+
+def test_strange_files_are_skipped(tmp_path):
+    files = folder(tmp_path)
+    write(files, "good")
+    strange = put_strange_files(files)
+    files.prepare()
+    scan = files.scan()
+    assert [s.session.session_id for s in scan.sessions] == ["good"]
+    assert sorted(str(p).split(":")[0] for p in scan.problems) == sorted(strange)
+    assert scan.other_bytes >= 15
+    for name in strange:
+        with pytest.raises(SessionFileError):
+            files.read(name.split(".")[0], 0)
+    listed = CliRunner().invoke(app, ["sessions", "ls", str(tmp_path), "--json"])
+    problems = {f["session"]: f["problem"] for f in json.loads(listed.stdout)}
+    assert problems.pop("good") is None
+    assert set(problems) == {"link", "pipe", "folder", "text"}
+    assert all(problems.values())
+
+
+def test_files_that_vanish_during_a_scan_are_skipped(tmp_path, monkeypatch):
+    files = folder(tmp_path)
+    for name in ("a", "b"):
+        write(files, name)
+    lstat, gone = Path.lstat, []
+
+    def late(path: Path) -> os.stat_result:
+        if path.name.startswith("a.") and not gone:
+            gone.append(path.name)
+            path.unlink()
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", late)
+    assert [s.session.session_id for s in files.scan().sessions] == ["b"]
+    assert gone
+    files.folder.rename(tmp_path / "elsewhere")
+    assert files.scan() == Scan()
+
+
+def test_one_missing_part_hides_a_session(tmp_path):
+    files = SessionFolder(tmp_path, Identity.of(model="m"), ranks=2)
+    files.prepare()
+    for name, ranks in (("whole", (0, 1)), ("half", (0,)), ("other", (1,))):
+        for rank in ranks:
+            files.write(session(name, np.arange(9, dtype=np.int32)), rank, cache())
+    scan = files.scan()
+    (found,) = scan.sessions
+    sizes = {p.name: p.stat().st_size for p in files.folder.iterdir()}
+    assert found.file_bytes == sum(sizes[f"whole.r{r}of2.safetensors"] for r in (0, 1))
+    assert scan.other_bytes == sum(sizes.values()) - found.file_bytes
+    assert len(scan.problems) == 1
+
+
+WRITER = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from vllm_kvplugins.sessions import tensor_file
+def killed(handle):
+    print("half", flush=True)
+    signal.pause() if sys.argv[2] == "live" else os.kill(os.getpid(), signal.SIGKILL)
+os.fsync = killed
+tensor_file.write(Path(sys.argv[1]), {"x": torch.zeros(100000)}, {})
+"""
+
+
+@pytest.mark.parametrize("state", ["killed", "live"])
+def test_leftovers_of_killed_saves_are_removed(tmp_path, state):
+    """Those of a running process stay."""
+    files = folder(tmp_path)
+    write(files, "good")
+    target = str(files.path("s", 0))
+    command = [sys.executable, "-c", WRITER, target, state]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "half\n"
+        if state == "killed":
+            assert writer.wait(20) == -signal.SIGKILL
+        (part,) = files.folder.glob("*.part")
+        size = part.stat().st_size
+        assert size > 400000
+        assert files.scan().other_bytes == size, "it takes disk space"
+        files.prepare()
+        assert part.exists() == (state == "live")
+        assert [s.session.session_id for s in files.scan().sessions] == ["good"]
+        writer.kill()
+    files.prepare()
+    assert [p.name for p in files.folder.iterdir()] == ["good.r0of1.safetensors"]
+
+
+def test_old_temporary_files_of_the_library_are_removed(tmp_path):
+    files = folder(tmp_path)
+    for name, age_s in ((".tmpAbC123", 7200), (".tmpNew456", 60)):
+        (files.folder / name).write_bytes(b"x")
+        os.utime(files.folder / name, (time.time() - age_s,) * 2)
+    assert remove_leftovers(files.folder) == 1
+    assert [p.name for p in files.folder.iterdir()] == [".tmpNew456"]
 
 
 def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path):
@@ -234,7 +449,7 @@ def test_a_session_dropped_and_staged_in_one_step_is_read(tmp_path):
         directory.save(session(name, ids), name, ())
         commands = directory.take_commands()
         store.save(commands)
-        store._writes[name].result()
+        store.wait_for_writes()
         store.execute(commands)
         directory.process(store.take_acks())
     assert store.num_held == 1
@@ -246,7 +461,7 @@ def test_a_session_dropped_and_staged_in_one_step_is_read(tmp_path):
     assert (commands.drop, commands.stage) == (["t"], ["s"])
     commands.drop.append("s")  # as after an eviction earlier in the same step
     store.execute(commands)
-    store._reads["s"].result()
+    wait_for(lambda: store._reads["s"].done())
     directory.process(store.take_acks())
     assert next(directory.find("o", tokens(1, 2, 3, 9)), None).ready
     store.close()

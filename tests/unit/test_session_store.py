@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
+import time
+from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
-from vllm_kvplugins.sessions import index as session_index
 from vllm_kvplugins.sessions.commands import Session, SessionAck
 from vllm_kvplugins.sessions.directory import Match, SessionDirectory
 from vllm_kvplugins.sessions.index import SessionIndex
@@ -34,47 +34,123 @@ def session(name: str, ids: np.ndarray, at: int = 0, owner: str = "o", size: int
 # -- the index -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("collide", [False, True])
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_the_index_finds_what_a_full_comparison_finds(collide, data):
-    """The reference compares all tokens; in one case all digests collide."""
-    with pytest.MonkeyPatch.context() as patch:
-        if collide:
-            patch.setattr(session_index, "_chain", lambda o, t, lengths: lengths)
-        look_at_all_tokens(data)
+def shared_tokens(first: np.ndarray, second: np.ndarray) -> int:
+    n = min(len(first), len(second))
+    return [*(first[:n] == second[:n]).tolist(), False].index(False)
 
 
-def test_digests_depend_on_the_owner():
-    of = {owner: session_index._chain(owner, tokens(1, 2, 3), [2, 3]) for owner in "ab"}
-    assert not set(of["a"]) & set(of["b"])
+def kind_of(each: Session) -> tuple[object, int]:
+    return each.compaction, len(each.tokens) - each.first_query
 
 
-def look_at_all_tokens(data: st.DataObject) -> None:
-    alphabet = st.integers(0, 2)
-    index, everything = SessionIndex(BLOCK), []
-    for number in range(data.draw(st.integers(0, 12))):
-        ids = tokens(*data.draw(st.lists(alphabet, min_size=BLOCK, max_size=14)))
-        at = data.draw(st.integers(0, len(ids)))
-        each = session(str(number), ids, at, data.draw(st.sampled_from("ab")))
-        index.add(each)
-        everything.append(each)
-    for name in data.draw(st.sets(st.sampled_from(range(12)))):
-        if str(name) in index:
-            removed = index.remove(str(name))
-            everything.remove(removed)
-    owner = data.draw(st.sampled_from("ab"))
-    prompt = tokens(*data.draw(st.lists(alphabet, max_size=16)))
-    expected = {}
-    for each in everything:
-        n = min(len(each.tokens), len(prompt))
-        same = (each.tokens[:n] == prompt[:n]).tolist()
-        shared = [*same, False].index(False)
-        if each.owner == owner and shared >= max(each.compacted_at, BLOCK):
-            expected[each.session_id] = shared
-    match = index.find(owner, prompt)
-    assert {s.session_id: shared for shared, s in match} == expected
-    assert [shared for shared, _ in match] == sorted(expected.values(), reverse=True)
+class BruteForce:
+    """Compares a prompt with all sessions; the last one is the newest."""
+
+    def __init__(self, min_tokens: int) -> None:
+        self.min_tokens = min_tokens
+        self.sessions: list[Session] = []
+
+    def find(self, owner: str, prompt: np.ndarray) -> list[tuple[int, Session]]:
+        """All matches: most shared tokens, then shortest, then newest first."""
+        matches = []
+        for number, each in enumerate(self.sessions):
+            shared = shared_tokens(each.tokens, prompt)
+            least = max(each.compacted_at, min(self.min_tokens, len(each.tokens)), 1)
+            if each.owner == owner and shared >= least:
+                order = (-shared, len(each.tokens), -number)
+                matches.append((order, shared, each))
+        return [match[1:] for match in sorted(matches, key=lambda match: match[0])]
+
+
+def first_of_each_kind(
+    matches: list[tuple[int, Session]],
+) -> list[tuple[int, Session]]:
+    """Of the sessions that share equally many tokens."""
+    first: dict[object, tuple[int, Session]] = {}
+    for shared, each in matches:
+        first.setdefault((shared, kind_of(each)), (shared, each))
+    return list(first.values())
+
+
+def restorable(shared: int, each: Session, window: int, whole: bool) -> int:
+    """As ``SchedulerSessions`` decides: by kind and length of the session only."""
+    if whole and shared < len(each.tokens):
+        return 0
+    tokens = shared if each.first_query <= shared - window else shared - window
+    return tokens if tokens >= each.compacted_at else 0
+
+
+def best(
+    matches: Iterable[tuple[int, Session]], window: int, whole: bool
+) -> tuple[int, str]:
+    most, found = 0, ""
+    for shared, each in matches:
+        tokens = restorable(shared, each, window, whole)
+        if tokens > most:
+            most, found = tokens, each.session_id
+    return most, found
+
+
+def random_session(rng: random.Random, name: str, known: list[np.ndarray]) -> Session:
+    """Continues a known one, or branches off from it."""
+    start = rng.choice(known)
+    start = start[: rng.randrange(len(start) + 1)]
+    new = [rng.randrange(3) for _ in range(rng.randrange(1, 9))]
+    ids = np.append(start, new).astype(np.int32)
+    known.append(ids)
+    at = rng.choice((0, 0, 4, 8, len(ids)))
+    each = session(name, ids, min(at, len(ids)), rng.choice("ab"))
+    return replace(each, first_query=max(0, len(ids) - rng.choice((0, 0, 2, 5))))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_index_finds_what_a_full_comparison_finds(seed):
+    """The same sessions in the same order, and so the same choice."""
+    print("seed", seed)
+    rng = random.Random(seed)
+    index, everything = SessionIndex(BLOCK), BruteForce(BLOCK)
+    known = [tokens(*(rng.randrange(3) for _ in range(rng.choice((1, 20)))))]
+    for number in range(500):
+        if rng.random() < rng.choice((0.3, 0.6)) and everything.sessions:
+            gone = everything.sessions.pop(rng.randrange(len(everything.sessions)))
+            assert index.remove(gone.session_id) is gone
+        else:
+            each = random_session(rng, str(number), known)
+            index.add(each)
+            everything.sessions.append(each)
+        if number % 20 == 0:
+            index.check_integrity()
+        prompt = random_session(rng, "", known).tokens
+        known.pop(rng.randrange(len(known)) if len(known) > 40 else -1)
+        owner = rng.choice("ab")
+        expected = everything.find(owner, prompt)
+        found = list(index.find(owner, prompt))
+        assert found == first_of_each_kind(expected)
+        for window in (0, 2, 5):
+            for whole in (False, True):
+                choice = best(expected, window, whole)
+                assert best(index.find(owner, prompt), window, whole) == choice
+        equal = [s for n, s in expected if n == len(s.tokens) == len(prompt)]
+        assert index.equal(owner, prompt) is (equal[0] if equal else None)
+    for each in everything.sessions:
+        index.remove(each.session_id)
+    index.check_integrity()
+    assert len(index) == 0
+    assert not index._roots, "nodes without sessions stay"
+
+
+def test_nodes_of_removed_sessions_are_freed():
+    """Also where a session ends inside another one's tokens."""
+    index = SessionIndex(1)
+    for name, ids in (("s", (1, 2, 3, 4)), ("t", (1, 2)), ("u", (1, 2, 5))):
+        index.add(session(name, tokens(*ids)))
+    (top,) = index._roots["o"].children.values()
+    assert (top.depth, len(top.children)) == (2, 2)
+    index.remove("t")
+    index.remove("u")
+    (only,) = index._roots["o"].children.values()
+    assert (only.depth, only.edge) == (4, tokens(1, 2, 3, 4).tobytes())
+    index.check_integrity()
 
 
 # -- the directory, with a worker that executes its commands -------------------------
@@ -87,6 +163,7 @@ class FakeWorker:
         self.rng = rng
         self.memory: set[str] = set()
         self.disk: set[str] = set()
+        self.writing: set[str] = set()
         self.under_way: list[SessionAck] = []
 
     def step(self, directory: SessionDirectory) -> None:
@@ -96,6 +173,7 @@ class FakeWorker:
             self.memory.add(name)
             self.under_way.append(SessionAck("saved", name))
             fails = self.rng.random() < 0.1
+            self.writing |= set() if fails else {name}
             self.under_way.append(
                 SessionAck("written", name, "full" if fails else None)
             )
@@ -105,13 +183,15 @@ class FakeWorker:
             self.memory.discard(name)
         for name in commands.unlink:
             self.disk.discard(name)
+            self.writing.discard(name)
         for name in commands.stage:
             fails = name not in self.disk or self.rng.random() < 0.1
             self.under_way.append(SessionAck("staged", name, "torn" if fails else None))
         late = [r for r in self.under_way if self.rng.random() < 0.5]
         self.under_way = [r for r in self.under_way if r not in late]
         for report in late:
-            if report.problem is None and report.event == "written":
+            if report.event == "written" and report.session_id in self.writing:
+                self.writing.discard(report.session_id)
                 self.disk.add(report.session_id)
             if report.problem is None and report.event == "staged":
                 self.memory.add(report.session_id)
@@ -142,8 +222,9 @@ def test_the_directory_knows_where_its_sessions_are(seed):
         for name, prompt in list(waiting.items()):
             match = next(directory.find("o", prompt), None)
             if match is not None and not match.ready:
-                directory.fetch(match, name)
-                continue
+                if directory.fetch(match, name):
+                    continue
+                match = None
             if match is not None:
                 same = match.session.tokens[: match.tokens] == prompt[: match.tokens]
                 assert same.all()
@@ -162,11 +243,9 @@ def test_the_directory_knows_where_its_sessions_are(seed):
     for _ in range(60):
         for name, prompt in list(waiting.items()):
             match = next(directory.find("o", prompt), None)
-            if match is None or match.ready:
+            if match is None or match.ready or not directory.fetch(match, name):
                 directory.stop_waiting(name)
                 del waiting[name]
-            else:
-                directory.fetch(match, name)
         worker.step(directory)
     assert not waiting, "a request waits forever"
     directory.check_integrity()
@@ -184,10 +263,36 @@ def test_unused_sessions_expire():
     directory.process([SessionAck("saved", "s")])
     assert next(directory.find("o", tokens(1, 2, 3, 4)), None) is not None
     clock[0] = 6.0
+    assert not directory.has_commands
     assert next(directory.find("o", tokens(1, 2, 3, 4)), None) is None
-    directory.expire()
     assert directory.num_sessions == 0
+    assert directory.has_commands, "an idle engine would not run a step"
     assert directory.take_commands().drop == ["s"]
+    assert not directory.has_commands
+
+
+def test_the_oldest_session_expires_next():
+    clock = [1000.0]
+    directory = SessionDirectory(10, max_age_s=5, clock=lambda: clock[0], writes=True)
+    assert directory.seconds_to_expiry() is None
+    directory.add_file(session("s", tokens(1, 2, 3)), age_s=3.0)
+    directory.add_file(session("t", tokens(4, 5, 6)), age_s=0.0)
+    for gone in ("s", "t"):
+        clock[0] += directory.seconds_to_expiry()
+        directory.expire()
+        assert directory.take_commands().unlink == [gone], "too late, or too early"
+    assert clock[0] == pytest.approx(1005, abs=0.1)
+    assert SessionDirectory(10).seconds_to_expiry() is None
+    directory.check_integrity()
+
+
+def test_the_date_of_the_system_does_not_matter(monkeypatch):
+    directory = SessionDirectory(10, max_age_s=500)
+    directory.save(session("s", tokens(1, 2, 3)), "r", ())
+    for date in (0.0, 4e9):
+        monkeypatch.setattr(time, "time", lambda date=date: date)
+        directory.expire()
+    assert directory.num_sessions == 1
 
 
 def test_clear_removes_sessions_from_memory_and_disk():

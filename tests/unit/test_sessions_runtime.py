@@ -280,8 +280,8 @@ def test_a_snapshot_survives_its_file(tmp_path, name):
         assert torch.equal(read.queries, expected)
         pages = (saved.retained.numel() + saved.tail.numel()) * 4
         assert read.num_bytes == pages + expected.numel() * 4
-    (file,) = files.scan()
-    assert file[0].first_query == saved.first_query
+    (file,) = files.scan().sessions
+    assert file.session.first_query == saved.first_query
     # other requests' tokens in its partial page are not saved
     assert saved.tail.isfinite().all()
     for layer, packed in saved.observed.items():

@@ -34,7 +34,18 @@ class Worker:
         self.moves, self.writes = moves, writes
         self.memory: set[str] = set()
         self.files: set[str] = set()
+        self.writing: set[str] = set()
+        self.failed: set[str] = set()  # to save
         self.under_way: list[SessionAck] = []
+
+    @property
+    def held(self) -> set[str]:
+        """Sessions in memory, with those whose files are not written yet."""
+        return self.memory | {
+            r.session_id
+            for r in self.under_way
+            if r.event == "written" and r.session_id not in self.failed
+        }
 
     def carry_out(self, commands: SessionCommands, fails: random.Random) -> None:
         """Executes commands in the order of the fields of ``SessionCommands``."""
@@ -48,8 +59,13 @@ class Worker:
             self.under_way.append(SessionAck("saved", name, failed))
             if failed is None:
                 self.memory.add(name)
-                if self.writes:
-                    self.under_way.append(SessionAck("written", name, problem("full")))
+            else:
+                self.failed.add(name)
+            if self.writes:
+                unwritten = None if failed else problem("full")
+                self.under_way.append(SessionAck("written", name, unwritten))
+                if not failed and not unwritten:
+                    self.writing.add(name)
         for load in commands.loads:
             assert load.session_id in self.memory, "loaded what is not in memory"
             if self.moves:
@@ -60,12 +76,7 @@ class Worker:
                 r for r in self.under_way if (r.event, r.session_id) != ("staged", name)
             ]
         self.files -= set(commands.unlink)
-        for name in commands.unlink:
-            self.under_way = [
-                r
-                for r in self.under_way
-                if (r.event, r.session_id) != ("written", name)
-            ]
+        self.writing -= set(commands.unlink)
         for name in commands.stage:
             missing = None if name in self.files else "no such file"
             self.under_way.append(
@@ -77,7 +88,8 @@ class Worker:
         out = [r for r in self.under_way if late.random() < 0.5]
         self.under_way = [r for r in self.under_way if r not in out]
         for report in out:
-            if report.problem is None and report.event == "written":
+            if report.event == "written" and report.session_id in self.writing:
+                self.writing.discard(report.session_id)
                 self.files.add(report.session_id)
             if report.problem is None and report.event == "staged":
                 self.memory.add(report.session_id)
@@ -106,6 +118,7 @@ class Store(RuleBasedStateMachine):
         # sessions that are also on the device, for the first request that continues
         # them
         self.parked: set[str] = set()
+        self.sizes: dict[str, int] = {}
         self.histories = [np.array([1, 2, 3, 4], np.int32)]
         self.waiting: dict[str, tuple[str, np.ndarray]] = {}
 
@@ -129,6 +142,7 @@ class Store(RuleBasedStateMachine):
         owner, prompt = self.waiting.pop(name)
         self.histories = [*self.histories[-8:], prompt[:60]]
         done = Session(f"s-{name}", owner, prompt, None, size, len(prompt))
+        self.sizes[done.session_id] = size
         if self.directory.save(done, name, ()):
             self.parked.add(done.session_id)
 
@@ -142,8 +156,10 @@ class Store(RuleBasedStateMachine):
         assert match.session.owner == owner
         assert (match.session.tokens[: match.tokens] == prompt[: match.tokens]).all()
         if not match.ready:
-            self.directory.fetch(match, name)
-            return False
+            if self.directory.fetch(match, name):
+                return False
+            self.directory.stop_waiting(name)
+            return True
         of = match.session.session_id
         self.directory.load(match, name, len(prompt), (), of in self.parked)
         self.parked.discard(of)
@@ -194,6 +210,9 @@ class Store(RuleBasedStateMachine):
             held = self.directory.in_memory | self.directory.pending
             nowhere = self.parked - held
             assert not nowhere, f"parked, and not in memory: {nowhere}"
+            for worker in self.workers:
+                held = sum(self.sizes[name] for name in worker.held)
+                assert held <= MEMORY_BYTES, "a worker holds more than the limit"
 
     def teardown(self) -> None:
         """All requests start eventually, and directory and workers agree."""
@@ -206,6 +225,7 @@ class Store(RuleBasedStateMachine):
             self.step(seed)
         assert not self.waiting, "a request waits forever"
         assert not any(worker.under_way for worker in self.workers)
+        assert self.directory.unwritten_bytes == 0
         for worker in self.workers:
             assert self.directory.in_memory == worker.memory
             assert self.directory.on_disk == worker.files

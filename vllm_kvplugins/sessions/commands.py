@@ -107,7 +107,9 @@ class SessionAck:
     """The outcome of one command on one rank.
 
     Attributes:
-        event: "loaded" is sent only when a load failed.
+        event: "loaded" is sent only when a load failed. With files, "written" follows
+            every save, when its file is written or will not be: the copy failed, or
+            the session was removed.
         problem: why the command failed; None: it succeeded.
         load: the command, for "loaded".
     """

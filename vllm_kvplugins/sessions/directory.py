@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from vllm_kvplugins.errors import coded
@@ -23,6 +23,10 @@ logger = logging.getLogger("vllm.kv_policy")
 
 Presence = Literal["absent", "pending", "present"]
 
+# A request waits for a file for this long. Then it computes its whole prompt, because
+# the disk may not respond.
+MAX_WAIT_S = 10.0
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -34,10 +38,37 @@ class _Entry:
         acks_due: number of missing acknowledgements, per event.
     """
 
+    session: Session
     memory: Presence
     disk: Presence
     last_used: float
     acks_due: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Write:
+    """A session whose file is not written yet. Until then it stays in memory.
+
+    Attributes:
+        num_bytes: host memory, over all ranks.
+        acks_due: number of ranks that have not acknowledged.
+    """
+
+    num_bytes: int
+    acks_due: int
+
+
+@dataclass(slots=True)
+class _Wait:
+    """What a request waits for.
+
+    Attributes:
+        session_id: None: it has waited for too long and starts without a session.
+        since: seconds, on the directory's clock.
+    """
+
+    session_id: str | None
+    since: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +98,8 @@ class Counts:
         restored_tokens: prompt tokens restored from sessions.
         recomputed_tokens: prompt tokens that a session shares but does not restore.
         evictions: sessions removed from memory or disk to make room, or by age.
-        refused: sessions that were not saved because memory was full.
+        refused: sessions that were not saved because memory was full, also with
+            sessions whose files are not written yet.
         failures: sessions lost to an error.
     """
 
@@ -96,10 +128,12 @@ class SessionDirectory:
         on_forgotten: called with the ID of each session that leaves the directory.
         on_memory_freed: called with the ID of each session that leaves memory, even if
             its file stays.
-        clock: seconds since the epoch, comparable to file times.
+        clock: seconds, monotonic: changes of the system's date have no effect.
 
     Attributes:
-        held_bytes: bytes of sessions in memory, with pending ones.
+        held_bytes: bytes of sessions in memory, with pending ones and with removed
+            ones whose files are being written.
+        unwritten_bytes: of these, bytes of sessions whose files are not written yet.
         written_bytes: bytes of sessions in files.
     """
 
@@ -114,11 +148,12 @@ class SessionDirectory:
         moves: bool = False,
         on_forgotten: Callable[[str], None] = lambda session_id: None,
         on_memory_freed: Callable[[str], None] = lambda session_id: None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.memory_bytes = memory_bytes
         self.counts = Counts()
         self.held_bytes = 0
+        self.unwritten_bytes = 0
         self.written_bytes = 0
         self._ranks = ranks
         self._writes = writes
@@ -130,46 +165,56 @@ class SessionDirectory:
         self._clock = clock
         self._index = SessionIndex(min_tokens)
         self._entries: dict[str, _Entry] = {}  # least recently used first
+        # Sessions whose memory or disk is not "absent", in the same order.
+        self._held: dict[str, None] = {}
+        self._with_file: dict[str, None] = {}
+        self._writes_due: dict[str, _Write] = {}
         self._commands = SessionCommands()
-        self._warned_too_large = False
-        # waiting request -> session that it waits for
-        self._waiting: dict[str, str] = {}
+        self._warned: set[str] = set()  # codes
+        self._waiting: dict[str, _Wait] = {}  # by request ID
 
     # -- a request starts -----------------------------------------------------
 
     def find(self, owner: str, prompt: Tokens) -> Iterator[Match]:
-        """Sessions that a prompt can continue. Changes nothing.
+        """Sessions that a prompt can continue. Removes only expired ones.
 
         Args:
             prompt: int32 [n], token IDs.
 
         Yields:
-            Matches that restore all shared tokens; the longest first, then the newest.
-            The caller reduces ``tokens`` if it can use fewer.
+            Matches that restore all shared tokens, in the order of
+            ``SessionIndex.find``. The caller reduces ``tokens`` if it can use fewer.
         """
+        self.expire()
         for shared, session in self._index.find(owner, prompt):
-            if session.num_bytes > self.memory_bytes:
-                continue  # its file was written when memory_bytes was larger
-            if not self._is_expired(session):
-                ready = self._entries[session.session_id].memory == "present"
-                yield Match(session, shared, shared, ready)
+            entry = self._entries[session.session_id]
+            yield Match(session, shared, shared, entry.memory == "present")
 
-    def fetch(self, match: Match, request_id: str) -> None:
+    def fetch(self, match: Match, request_id: str) -> bool:
         """Read a session into memory, and keep it there for a request.
 
         It stays until the request starts or stops waiting. Otherwise two waiting
         requests could evict each other's session again and again.
+
+        Returns:
+            False if the request has waited for ``MAX_WAIT_S`` and should start without
+            a session.
         """
-        session_id = match.session.session_id
+        session_id, now = match.session.session_id, self._clock()
+        waiting = self._waiting.setdefault(request_id, _Wait(session_id, now))
+        if waiting.session_id is None or now - waiting.since > MAX_WAIT_S:
+            waiting.session_id = None
+            return False
+        waiting.session_id = session_id
         entry = self._entries[session_id]
-        self._waiting[request_id] = session_id
         if entry.memory != "absent" or entry.disk != "present":
-            return
+            return True
         self._touch(session_id)
         if self._make_room(match.session.num_bytes):
             self._set_presence(session_id, memory="pending")
             entry.acks_due["staged"] = self._ranks
             self._commands.stage.append(session_id)
+        return True
 
     def load(
         self,
@@ -220,27 +265,29 @@ class SessionDirectory:
             False if there is no memory for it.
         """
         self.expire()
-        for shared, other in self._index.find(session.owner, session.tokens):
-            if shared == len(session.tokens) == len(other.tokens):
-                self._remove(other.session_id)
-                break
+        other = self._index.equal(session.owner, session.tokens)
+        if other is not None:
+            self._remove(other.session_id)
         if not self._make_room(session.num_bytes):
             self._refuse(session)
             return False
         self._index.add(session)
-        entry = _Entry("absent", "absent", self._clock(), {"saved": self._ranks})
+        now, due = self._clock(), {"saved": self._ranks}
+        entry = _Entry(session, "absent", "absent", now, due)
         self._entries[session.session_id] = entry
         self._set_presence(session.session_id, memory="pending")
         if self._writes:
             self._set_presence(session.session_id, disk="pending")
-            entry.acks_due["written"] = self._ranks
+            self._writes_due[session.session_id] = _Write(
+                session.num_bytes, self._ranks
+            )
+            self.unwritten_bytes += session.num_bytes
         self._commands.saves.append(Save(session, request_id, tuple(blocks)))
         return True
 
     def _refuse(self, session: Session) -> None:
         self.counts.refused += 1
-        if session.num_bytes > self.memory_bytes and not self._warned_too_large:
-            self._warned_too_large = True
+        if session.num_bytes > self.memory_bytes:
             text = (
                 f"a session of {len(session.tokens)} tokens takes "
                 f"{-(-session.num_bytes >> 10)} KiB, more than all of session_memory "
@@ -248,15 +295,35 @@ class SessionDirectory:
                 "and the requests that continue them recompute everything; raise "
                 "session_memory"
             )
-            logger.warning("%s", coded("KVP308", text))
+            self._warn_once("KVP308", text)
+        elif self.unwritten_bytes + session.num_bytes > self.memory_bytes:
+            text = (
+                f"{self.unwritten_bytes >> 10} KiB of session_memory "
+                f"({self.memory_bytes >> 10} KiB) wait for session_dir, which is slow "
+                "or does not respond. Until it has written them, new sessions are not "
+                "kept; check the disk, or raise session_memory"
+            )
+            self._warn_once("KVP310", text)
 
-    def add_file(self, session: Session, last_used: float) -> None:
+    def _warn_once(self, code: str, text: str) -> None:
+        if code not in self._warned:
+            self._warned.add(code)
+            logger.warning("%s", coded(code, text))
+
+    def add_file(self, session: Session, age_s: float) -> None:
         """Add a session from a file of an earlier engine.
 
         Call in the order of last use, least recent first.
+
+        Args:
+            age_s: seconds since its last use.
         """
-        self._index.add(session)
-        self._entries[session.session_id] = _Entry("absent", "absent", last_used)
+        last_used = self._clock() - age_s
+        # A larger one was written when memory_bytes was larger, and cannot be loaded.
+        if session.num_bytes <= self.memory_bytes:
+            self._index.add(session)
+        entry = _Entry(session, "absent", "absent", last_used)
+        self._entries[session.session_id] = entry
         self._set_presence(session.session_id, disk="present")
 
     # -- commands and acknowledgements ------------------------------------------
@@ -266,6 +333,11 @@ class SessionDirectory:
         taken, self._commands = self._commands, SessionCommands()
         return taken
 
+    @property
+    def has_commands(self) -> bool:
+        """Whether the next step has commands."""
+        return any(getattr(self._commands, f.name) for f in fields(self._commands))
+
     def process(self, acks: Iterable[SessionAck]) -> None:
         """Process acknowledgements. Removes sessions that failed on any rank."""
         acks = list(acks)
@@ -273,28 +345,39 @@ class SessionDirectory:
         lost = {a.session_id for a in acks if a.event == "loaded" and self._moves}
         self.counts.failures += len(lost)
         for ack in acks:
+            if ack.event == "written":
+                self._process_written(ack)
+                continue
             entry = self._entries.get(ack.session_id)
             if entry is None:
                 continue  # removed in the meantime
             if ack.problem is not None:
-                self._process_failure(ack, entry)
+                self.counts.failures += 1
+                self._remove(ack.session_id)
                 continue
             entry.acks_due[ack.event] -= 1
-            if entry.acks_due[ack.event]:
-                continue
-            if ack.event == "written":
-                self._set_presence(ack.session_id, disk="present")
-                self._make_disk_room()
-            else:
+            if not entry.acks_due[ack.event]:
                 self._set_presence(ack.session_id, memory="present")
 
-    def _process_failure(self, ack: SessionAck, entry: _Entry) -> None:
-        self.counts.failures += 1
-        if ack.event == "written" and entry.memory != "absent":
-            self._set_presence(ack.session_id, disk="absent")
-            self._commands.unlink.append(ack.session_id)  # parts of other ranks
-        else:
-            self._remove(ack.session_id)
+    def _process_written(self, ack: SessionAck) -> None:
+        """A rank has written its part of a session, or will not write it."""
+        session_id = ack.session_id
+        write, entry = self._writes_due[session_id], self._entries.get(session_id)
+        write.acks_due -= 1
+        if not write.acks_due:
+            del self._writes_due[session_id]
+            self.unwritten_bytes -= write.num_bytes
+            if entry is None:
+                self.held_bytes -= write.num_bytes
+        if entry is None or entry.disk != "pending":
+            return
+        if ack.problem is not None:
+            self.counts.failures += 1
+            self._set_presence(session_id, disk="absent")
+            self._commands.unlink.append(session_id)  # parts of other ranks
+        elif not write.acks_due:
+            self._set_presence(session_id, disk="present")
+            self._make_disk_room()
 
     # -- limits -----------------------------------------------------------------
 
@@ -302,28 +385,44 @@ class SessionDirectory:
         entry = self._entries.pop(session_id)
         entry.last_used = self._clock()
         self._entries[session_id] = entry
+        for ordered in (self._held, self._with_file):
+            if session_id in ordered:
+                del ordered[session_id]
+                ordered[session_id] = None
 
-    def _is_expired(self, session: Session) -> bool:
+    def _is_expired(self, entry: _Entry) -> bool:
         if self._max_age_s is None:
             return False
-        last_used = self._entries[session.session_id].last_used
-        return self._clock() - last_used > self._max_age_s
+        return self._clock() - entry.last_used > self._max_age_s
 
     def expire(self) -> None:
-        """Remove sessions that were not used for ``max_age_s``."""
-        for session in [s for s in self._index if self._is_expired(s)]:
+        """Remove sessions that were not used for ``max_age_s``.
+
+        Cost: O(expired sessions).
+        """
+        while self._entries:
+            session_id = next(iter(self._entries))
+            if not self._is_expired(self._entries[session_id]):
+                return
             self.counts.evictions += 1
-            self._remove(session.session_id)
+            self._remove(session_id)
+
+    def seconds_to_expiry(self) -> float | None:
+        """Seconds after which ``expire`` will remove a session; None: never."""
+        if self._max_age_s is None or not self._entries:
+            return None
+        unused_s = self._clock() - next(iter(self._entries.values())).last_used
+        # Not just before the time: nobody would wake the engine again.
+        return max(self._max_age_s - unused_s, 0.0) + 0.01
 
     def drop_oldest(self) -> bool:
-        """Remove the least recently used session in memory that no request waits for.
+        """Free the memory of the least recently used session that can be removed.
 
         Returns:
             False if there is none.
         """
-        awaited = set(self._waiting.values())
-        for session_id, entry in self._entries.items():
-            if entry.memory == "present" and session_id not in awaited:
+        for session_id in self._held:
+            if self._can_leave_memory(session_id):
                 self.counts.evictions += 1
                 self._remove(session_id)
                 return True
@@ -334,40 +433,52 @@ class SessionDirectory:
         for session_id in list(self._entries):
             self._remove(session_id)
 
+    def _can_leave_memory(self, session_id: str) -> bool:
+        """Whether removing a session from memory is possible and frees memory.
+
+        Sessions that are being copied, that a request waits for, or whose file is not
+        written yet stay.
+        """
+        return (
+            self._entries[session_id].memory == "present"
+            and session_id not in self._writes_due
+            and not any(w.session_id == session_id for w in self._waiting.values())
+        )
+
     def _make_room(self, num_bytes: int) -> bool:
         """Evict least recently used sessions from memory until ``num_bytes`` are free.
-
-        Pending and awaited sessions stay.
 
         Returns:
             Whether enough memory is free.
         """
-        if num_bytes > self.memory_bytes:
+        if self.unwritten_bytes + num_bytes > self.memory_bytes:
             return False
-        awaited = set(self._waiting.values())
-        for session_id, entry in list(self._entries.items()):
-            if self.held_bytes + num_bytes <= self.memory_bytes:
-                break
-            if entry.memory != "present" or session_id in awaited:
-                continue
+        while self.held_bytes + num_bytes > self.memory_bytes:
+            movable = (i for i in self._held if self._can_leave_memory(i))
+            session_id = next(movable, None)
+            if session_id is None:
+                return False
             self.counts.evictions += 1
-            if entry.disk == "absent":
+            if self._entries[session_id].disk == "absent":
                 self._remove(session_id)
             else:
                 self._set_presence(session_id, memory="absent")
                 self._commands.drop.append(session_id)
-        return self.held_bytes + num_bytes <= self.memory_bytes
+        return True
 
     def _make_disk_room(self) -> None:
         """Delete least recently used files until the others fit."""
         if self._disk_bytes is None:
             return
-        for session_id, entry in list(self._entries.items()):
-            if self.written_bytes <= self._disk_bytes:
+        while self.written_bytes > self._disk_bytes:
+            entries = ((i, self._entries[i]) for i in self._with_file)
+            old = (
+                i for i, e in entries if e.disk == "present" and e.memory != "pending"
+            )
+            session_id = next(old, None)
+            if session_id is None:
                 return
-            if entry.disk != "present" or entry.memory == "pending":
-                continue
-            if entry.memory == "absent":
+            if self._entries[session_id].memory == "absent":
                 self.counts.evictions += 1
                 self._remove(session_id)
             else:
@@ -381,21 +492,26 @@ class SessionDirectory:
         disk: Presence | None = None,
     ) -> None:
         """Set where a session is, and update the byte counts."""
-        entry, size = self._entries[session_id], self._index.get(session_id).num_bytes
+        entry = self._entries[session_id]
+        size = entry.session.num_bytes
         if memory is not None:
             was, now = entry.memory != "absent", memory != "absent"
-            self.held_bytes += size * (now - was)
+            if now or session_id not in self._writes_due:
+                self.held_bytes += size * (now - was)
             entry.memory = memory
+            _keep(self._held, session_id, now)
             if memory == "absent":
                 self._on_memory_freed(session_id)
         if disk is not None:
             was, now = entry.disk == "present", disk == "present"
             self.written_bytes += size * (now - was)
             entry.disk = disk
+            _keep(self._with_file, session_id, disk != "absent")
 
     def _forget(self, session_id: str) -> None:
         self._set_presence(session_id, memory="absent", disk="absent")
-        self._index.remove(session_id)
+        if session_id in self._index:
+            self._index.remove(session_id)
         del self._entries[session_id]
         self._on_forgotten(session_id)
 
@@ -412,7 +528,7 @@ class SessionDirectory:
 
     def __iter__(self) -> Iterator[Session]:
         """All sessions, in memory or in files."""
-        return iter(self._index)
+        return (entry.session for entry in self._entries.values())
 
     @property
     def num_sessions(self) -> int:
@@ -435,14 +551,34 @@ class SessionDirectory:
         return {i for i, e in self._entries.items() if e.disk == "present"}
 
     def check_integrity(self) -> None:
-        """Each session is in the index and in memory or a file; sizes are correct."""
-        sizes = {session.session_id: session.num_bytes for session in self._index}
-        assert set(sizes) == set(self._entries), "indexed and known sessions differ"
+        """Each session is in memory or a file, and can be found; sizes are correct."""
+        sizes = {i: e.session.num_bytes for i, e in self._entries.items()}
+        fitting = {i for i, size in sizes.items() if size <= self.memory_bytes}
+        indexed = {session.session_id for session in self._index}
+        assert fitting == indexed, "indexed and known sessions differ"
+        known = self._entries.items()
+        in_memory = [i for i, e in known if e.memory != "absent"]
+        assert in_memory == list(self._held), "sessions in memory, or their order"
+        with_file = [i for i, e in known if e.disk != "absent"]
+        assert with_file == list(self._with_file), "sessions with files, or their order"
+        last_used = [e.last_used for e in self._entries.values()]
+        assert last_used == sorted(last_used), "not in the order of use"
         held = [sizes[i] for i, e in self._entries.items() if e.memory != "absent"]
+        unwritten = {i: write.num_bytes for i, write in self._writes_due.items()}
+        held += [size for i, size in unwritten.items() if i not in self._entries]
         written = [sizes[i] for i, e in self._entries.items() if e.disk == "present"]
         assert self.held_bytes == sum(held) <= self.memory_bytes, "memory miscounted"
+        assert self.unwritten_bytes == sum(unwritten.values()), "writes miscounted"
         assert self.written_bytes == sum(written), "files miscounted"
         nowhere = [
             i for i, e in self._entries.items() if e.memory == e.disk == "absent"
         ]
         assert not nowhere, f"sessions that are nowhere: {nowhere}"
+
+
+def _keep(ids: dict[str, None], session_id: str, is_in: bool) -> None:
+    """Add an ID at the end, keep it where it is, or remove it."""
+    if is_in:
+        ids.setdefault(session_id)
+    else:
+        ids.pop(session_id, None)

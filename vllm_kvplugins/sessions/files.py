@@ -4,9 +4,9 @@
 
     DIR/<fingerprint>/<session>.r0of1.safetensors
 
-A file is written under a temporary name and then renamed. It contains a digest of its
-contents. Files of another program, model, policy or layout and damaged files are never
-loaded.
+A file contains a digest of its contents, and one of what a scan reads: text and tokens.
+Files of another program, model, policy or layout, damaged files, links and pipes are
+never loaded.
 """
 
 from __future__ import annotations
@@ -16,28 +16,27 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
+from vllm_kvplugins.sessions import tensor_file
 from vllm_kvplugins.sessions.commands import Session, Tokens
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot
+from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
-FORMAT = "kvp-session-2"
+FORMAT = "kvp-session-3"
 _SUFFIX = ".safetensors"
 _OBSERVED = "observed"
-
-
-class SessionFileError(Exception):
-    """A file that cannot be loaded; the message says why."""
+# What a file of valid digests and other meaning raises.
+_CONTENT_ERRORS = (KeyError, TypeError, ValueError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,36 @@ class Identity:
     def fingerprint(self) -> str:
         """Digest of all facts; the name of a directory."""
         return hashlib.sha256(json.dumps(self.facts).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSession:
+    """A session in a folder.
+
+    Attributes:
+        age_s: seconds since its last use.
+        file_bytes: size of its files, over all ranks.
+    """
+
+    session: Session
+    age_s: float
+    file_bytes: int
+
+
+@dataclass(slots=True)
+class Scan:
+    """What is in a folder.
+
+    Attributes:
+        sessions: those that can be loaded, least recently used first.
+        problems: files that look like sessions and cannot be loaded.
+        other_bytes: size of all other files: damaged and foreign ones, and temporary
+            ones that could not be removed.
+    """
+
+    sessions: list[FoundSession] = field(default_factory=list)
+    problems: list[SessionFileError] = field(default_factory=list)
+    other_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +112,7 @@ class SessionFolder:
         return self.folder / f"{session_id}.r{rank}of{self.ranks}{_SUFFIX}"
 
     def prepare(self) -> None:
-        """Create the folder, readable only by its owner.
+        """Create the folder, readable only by its owner, and remove leftovers.
 
         Raises:
             KVPolicyError: it cannot be created or written to.
@@ -94,6 +123,7 @@ class SessionFolder:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
+            remove_leftovers(self.folder)
         except OSError as error:
             text = (
                 f"session_dir {str(self.root)!r} cannot be written to: {error}; "
@@ -101,8 +131,11 @@ class SessionFolder:
             )
             raise KVPolicyError(coded("KVP304", text)) from error
 
-    def write(self, session: Session, rank: int, saved: CacheSnapshot) -> None:
+    def write(self, session: Session, rank: int, saved: CacheSnapshot) -> int:
         """Write a rank's part of a session.
+
+        Returns:
+            The size of its file.
 
         Raises:
             OSError: there is no room or no permission; no file remains.
@@ -119,8 +152,9 @@ class SessionFolder:
             "compaction": json.dumps(_packed(session.compaction)),
             "layout": saved.layout,
         }
-        about["digest"] = _digest(about, tensors)
-        _write_atomically(self.path(session.session_id, rank), tensors, about)
+        about["header"] = tensor_file.digest(about, {"tokens": tensors["tokens"]})
+        about["digest"] = tensor_file.digest(about, tensors)
+        return tensor_file.write(self.path(session.session_id, rank), tensors, about)
 
     def read(self, session_id: str, rank: int) -> CacheSnapshot:
         """Read a rank's part of a session.
@@ -129,43 +163,66 @@ class SessionFolder:
             SessionFileError: the file is missing, damaged, or of another engine.
         """
         path = self.path(session_id, rank)
-        about, tensors = _read(path)
-        self._check(path, about)
+        about, tensors = tensor_file.read(path)
         digest = about.pop("digest", None)
-        if digest != _digest(about, tensors):
+        if digest != tensor_file.digest(about, tensors):
             raise SessionFileError(f"{path.name}: its contents have changed")
+        self._check(path, about)
         with contextlib.suppress(OSError):
             os.utime(path)  # the time of the file is the session's last use
-        return _saved(about, tensors)
+        try:
+            return _saved(about, tensors)
+        except _CONTENT_ERRORS as error:
+            raise SessionFileError(f"{path.name}: not a session ({error})") from error
 
     def unlink(self, session_id: str, rank: int) -> None:
         """Delete a rank's part of a session, if it exists."""
         self.path(session_id, rank).unlink(missing_ok=True)
 
-    def scan(self) -> Iterator[tuple[Session, float] | SessionFileError]:
-        """Find all sessions, least recently used first.
+    def scan(self) -> Scan:
+        """Find all sessions.
 
-        Yields:
-            A session and the time of its last use, in seconds since the epoch; or an
-            error for a file that cannot be loaded or whose parts are incomplete.
+        A file from the future, as after the system's date was set back, was used just
+        now.
         """
+        found, now = Scan(), time.time()
+        files = {path.name: status for path, status in _files_in(self.folder)}
         suffix = f".r0of{self.ranks}{_SUFFIX}"
-        paths = {p: p.stat().st_mtime for p in self.folder.glob(f"*{suffix}")}
-        for path in sorted(paths, key=paths.__getitem__):
-            session_id = path.name.removesuffix(suffix)
+        for name in sorted(files, key=lambda name: files[name].st_mtime):
+            if not name.endswith(suffix):
+                continue
+            session_id, used = name.removesuffix(suffix), files[name].st_mtime
+            parts = [self.path(session_id, rank).name for rank in range(self.ranks)]
             try:
-                for rank in range(1, self.ranks):
-                    if not self.path(session_id, rank).exists():
-                        raise SessionFileError(
-                            f"{path.name}: the part of rank {rank} is missing"
-                        )
-                about, tensors = _read(path, only=("tokens",))
-                self._check(path, about)
-                if about.get("session") != session_id:
-                    raise SessionFileError(f"{path.name}: contains another session")
-                yield _session(about, tensors["tokens"]), paths[path]
+                session = self._scan_file(session_id, parts, files)
             except SessionFileError as error:
-                yield error
+                found.problems.append(error)
+                continue
+            size = sum(files.pop(part).st_size for part in parts)
+            found.sessions.append(FoundSession(session, max(now - used, 0.0), size))
+        found.other_bytes = sum(status.st_size for status in files.values())
+        return found
+
+    def _scan_file(
+        self, session_id: str, parts: list[str], files: Mapping[str, os.stat_result]
+    ) -> Session:
+        """The session of a file, without its keys and values.
+
+        Args:
+            parts: names of its files, rank by rank.
+        """
+        for rank, part in enumerate(parts):
+            if part not in files:
+                raise SessionFileError(
+                    f"{parts[0]}: the part of rank {rank} is missing"
+                )
+        path = self.folder / parts[0]
+        about, tensors = tensor_file.read(path, only=("tokens",))
+        self._check(path, about)
+        session = _checked_session(path, about, tensors["tokens"])
+        if session.session_id != session_id:
+            raise SessionFileError(f"{path.name}: contains another session")
+        return session
 
     def _check(self, path: Path, about: Mapping[str, str]) -> None:
         if about.get("format") != FORMAT:
@@ -177,51 +234,6 @@ class SessionFolder:
 
 
 # -- one file ------------------------------------------------------------------------
-
-
-def _write_atomically(
-    path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]
-) -> None:
-    """Write a temporary file and rename it.
-
-    ``save_file`` writes tensor by tensor, without a second copy in memory.
-    """
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    os.close(handle)
-    try:
-        save_file(dict(tensors), name, dict(about))
-        # Open the file only now: save_file may have replaced the one of mkstemp.
-        with open(name, "rb") as file:
-            os.fchmod(file.fileno(), 0o600)
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except SafetensorError as error:
-        raise OSError(f"{path.name}: {error}") from error
-    finally:
-        Path(name).unlink(missing_ok=True)
-
-
-def _read(
-    path: Path, only: tuple[str, ...] | None = None
-) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    try:
-        with safe_open(path, "pt") as file:
-            about = dict(file.metadata() or {})
-            names = file.keys() if only is None else only
-            return about, {name: file.get_tensor(name) for name in names}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise SessionFileError(f"{path.name}: cannot be read ({error})") from error
-
-
-def _digest(about: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps(about, sort_keys=True).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-        digest.update(memoryview(flat.numpy()))
-    return digest.hexdigest()
 
 
 def _tensors(session: Session, saved: CacheSnapshot) -> dict[str, torch.Tensor]:
@@ -260,7 +272,34 @@ def _saved(about: Mapping[str, str], tensors: dict[str, torch.Tensor]) -> CacheS
     )
 
 
+def _checked_session(
+    path: Path, about: Mapping[str, str], tokens: torch.Tensor
+) -> Session:
+    """The session of a file whose keys and values have not been read.
+
+    Raises:
+        SessionFileError: text or tokens have changed, or are not those of a session.
+    """
+    text = {key: about[key] for key in about if key not in ("header", "digest")}
+    if about.get("header") != tensor_file.digest(text, {"tokens": tokens}):
+        raise SessionFileError(f"{path.name}: its header has changed")
+    try:
+        session = _session(text, tokens)
+    except _CONTENT_ERRORS as error:
+        raise SessionFileError(f"{path.name}: not a session ({error})") from error
+    n = len(session.tokens)
+    if (
+        session.num_bytes < 1
+        or not 0 <= session.first_query <= n
+        or not 0 <= session.compacted_at <= n
+    ):
+        raise SessionFileError(f"{path.name}: not a session (impossible sizes)")
+    return session
+
+
 def _session(about: Mapping[str, str], tokens: torch.Tensor) -> Session:
+    if tokens.dtype != torch.int32 or tokens.ndim != 1:
+        raise ValueError(f"tokens are {tokens.dtype} {list(tokens.shape)}")
     ids: Tokens = tokens.numpy().copy()
     return Session(
         session_id=about["session"],
@@ -295,6 +334,29 @@ def _unpacked(packed: dict[str, Any] | None) -> Compaction | None:
 # -- a whole directory, for the command line ---------------------------------------
 
 
+def _files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Files of a folder and their status; without those that vanish meanwhile."""
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.iterdir()):
+            with contextlib.suppress(OSError):
+                yield path, path.lstat()
+
+
+def remove_leftovers(folder: Path) -> int:
+    """Delete temporary files of processes that no longer run.
+
+    Returns:
+        The number of deleted files.
+    """
+    removed = 0
+    for path, _ in _files_in(folder):
+        if tensor_file.is_temporary(path.name) and tensor_file.is_leftover(path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+                removed += 1
+    return removed
+
+
 @dataclass(frozen=True, slots=True)
 class FoundFile:
     """A session file in a directory, as ``kvplugins sessions`` lists it.
@@ -317,21 +379,26 @@ class FoundFile:
 
 def list_files(root: Path) -> list[FoundFile]:
     """All session files under a directory, most recently used first."""
-    files = []
-    for path in root.glob(f"*/*.r*of*{_SUFFIX}"):
-        stat = path.stat()
-        session_id = path.name.split(".", 1)[0]
-        try:
-            about, tensors = _read(path, only=("tokens",))
-            if about.get("format") != FORMAT:
-                raise SessionFileError(f"not in format {FORMAT}")
-            facts, tokens = dict(json.loads(about["facts"])), tensors["tokens"].numel()
-            problem = None
-        except SessionFileError as error:
-            facts, tokens, problem = {}, 0, str(error)
-        files.append(
-            FoundFile(
-                path, session_id, facts, tokens, stat.st_size, stat.st_mtime, problem
-            )
-        )
-    return sorted(files, key=lambda file: -file.last_used)
+    found = [
+        _found_file(path, status)
+        for folder, _ in _files_in(root)
+        for path, status in _files_in(folder)
+        if path.name.endswith(_SUFFIX) and ".r" in path.name
+    ]
+    return sorted(found, key=lambda file: -file.last_used)
+
+
+def _found_file(path: Path, status: os.stat_result) -> FoundFile:
+    session_id = path.name.split(".", 1)[0]
+    facts: dict[str, str] = {}
+    tokens, problem = 0, None
+    try:
+        about, tensors = tensor_file.read(path, only=("tokens",))
+        if about.get("format") != FORMAT:
+            raise SessionFileError(f"not in format {FORMAT}")
+        session = _checked_session(path, about, tensors["tokens"])
+        facts, tokens = dict(json.loads(about["facts"])), len(session.tokens)
+    except (SessionFileError, *_CONTENT_ERRORS) as error:
+        problem = str(error)
+    size, used = status.st_size, status.st_mtime
+    return FoundFile(path, session_id, facts, tokens, size, used, problem)

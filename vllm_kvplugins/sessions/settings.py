@@ -58,7 +58,8 @@ class SessionSettings(BaseModel):
     session_max_age_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds after which an unused session is dropped; null: never.",
+        description="Seconds after which an unused session is dropped, also by an idle "
+        "server; null: never.",
     )
     session_keep_on_device: bool = Field(
         default=True,

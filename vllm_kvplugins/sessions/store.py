@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from typing import Protocol
 
 from vllm_kvplugins.errors import coded
@@ -15,12 +16,15 @@ from vllm_kvplugins.sessions.commands import (
     SessionAck,
     SessionCommands,
 )
-from vllm_kvplugins.sessions.files import SessionFileError, SessionFolder
+from vllm_kvplugins.sessions.file_thread import FileThread
+from vllm_kvplugins.sessions.files import SessionFolder
 from vllm_kvplugins.sessions.snapshot import COPY_ERRORS, CacheSnapshot
+from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
 logger = logging.getLogger("vllm.kv_policy")
 
 _READ_WAIT_S = 0.02
+_CLOSE_WAIT_S = 30.0
 
 
 class CacheTransfer(Protocol):
@@ -79,17 +83,21 @@ class SessionStore:
         self._snapshots: dict[str, CacheSnapshot] = {}
         self._acks: list[SessionAck] = []
         # Separate threads, so that reads do not wait for writes.
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvp-session-write")
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvp-session-read")
-        self._writes: dict[str, Future[None]] = {}
+        self._writer = FileThread("kvp-session-write")
+        self._reader = FileThread("kvp-session-read")
+        self._writes: dict[str, Future[int]] = {}
         self._reads: dict[str, Future[CacheSnapshot]] = {}
 
     def save(self, commands: SessionCommands) -> None:
-        """Execute the saves.
+        """Execute the saves, after freeing the memory that they need.
 
         Call before the worker forgets ended requests, and before the step runs: its
         requests may already own the blocks.
         """
+        loaded = {load.session_id for load in commands.loads}
+        for session_id in commands.drop:
+            if session_id not in loaded:
+                self._drop(session_id)
         for save in commands.saves:
             self._save(save)
 
@@ -101,10 +109,7 @@ class SessionStore:
         for load in commands.loads:
             self._load(load)
         for session_id in commands.drop:
-            dropped = self._snapshots.pop(session_id, None)
-            if dropped is not None:
-                self._transfer.discard(dropped)
-            self._reads.pop(session_id, None)
+            self._drop(session_id)  # also sessions of this step
         for session_id in commands.unlink:
             self._unlink(session_id)
         for session_id in commands.stage:
@@ -128,9 +133,15 @@ class SessionStore:
         return taken
 
     def close(self) -> None:
-        """Wait until all files are written; the store cannot be used afterwards."""
-        self._writer.shutdown()
-        self._reader.shutdown()
+        """Wait up to 30 s until all files are written.
+
+        The store cannot be used afterwards.
+        """
+        self._reader.close(timeout_s=0)
+        if not self._writer.close(_CLOSE_WAIT_S):
+            unwritten = sum(not write.done() for write in self._writes.values())
+            problem = f"{unwritten} sessions were not written in {_CLOSE_WAIT_S:.0f} s"
+            logger.warning("%s", coded("KVP306", problem))
 
     @property
     def held_bytes(self) -> int:
@@ -157,12 +168,14 @@ class SessionStore:
         except COPY_ERRORS as error:
             problem = coded("KVP305", f"cannot be saved: {error}")
             self._ack("saved", session.session_id, problem)
+            if self._files is not None:
+                self._ack("written", session.session_id)  # nothing is being written
             return
         self._snapshots[session.session_id] = saved
         self._ack("saved", session.session_id)
         if self._files is not None:
             self._writes[session.session_id] = self._writer.submit(
-                self._files.write, session, self._rank, saved
+                partial(self._files.write, session, self._rank, saved)
             )
 
     def _load(self, load: Load) -> None:
@@ -185,29 +198,42 @@ class SessionStore:
             problem = coded("KVP307", f"cannot be loaded: {error}")
             self._ack("loaded", load.session_id, problem, load)
 
+    def _drop(self, session_id: str) -> None:
+        dropped = self._snapshots.pop(session_id, None)
+        if dropped is not None:
+            self._transfer.discard(dropped)
+        read = self._reads.pop(session_id, None)
+        if read is not None:
+            self._reader.cancel(read)
+
     def _stage(self, session_id: str) -> None:
         assert self._files is not None, "there are no files"
         self._reads[session_id] = self._reader.submit(
-            self._files.read, session_id, self._rank
+            partial(self._files.read, session_id, self._rank)
         )
 
     def _unlink(self, session_id: str) -> None:
         assert self._files is not None, "there are no files"
-        # The writer thread deletes the file after writing it.
-        self._writes.pop(session_id, None)
-        self._writer.submit(self._files.unlink, session_id, self._rank)
+        write = self._writes.get(session_id)
+        if write is not None:
+            self._writer.cancel(write)
+        # If the file is being written, it is deleted afterwards.
+        self._writer.submit(partial(self._files.unlink, session_id, self._rank))
 
     # -- acknowledgements -------------------------------------------------------
 
     def _collect(self) -> None:
         for session_id in [i for i, f in self._writes.items() if f.done()]:
-            error = self._writes.pop(session_id).exception()
-            problem = None
-            if error is not None:
-                problem = coded("KVP306", f"cannot be written: {error}")
-            self._ack("written", session_id, problem)
+            self._finish_write(session_id, self._writes.pop(session_id))
         for session_id in [i for i, f in self._reads.items() if f.done()]:
             self._finish_read(session_id, self._reads.pop(session_id))
+
+    def _finish_write(self, session_id: str, write: Future[int]) -> None:
+        error = None if write.cancelled() else write.exception()
+        problem = None
+        if error is not None:
+            problem = coded("KVP306", f"cannot be written: {error}")
+        self._ack("written", session_id, problem)
 
     def _finish_read(self, session_id: str, read: Future[CacheSnapshot]) -> None:
         try:

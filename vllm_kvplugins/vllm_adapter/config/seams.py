@@ -197,7 +197,11 @@ _EVERYWHERE = {
     "forward_context) update_state_after_alloc(request blocks "
     "num_external_tokens) wait_for_layer_load(layer_name) wait_for_save() "
     "build_connector_worker_meta() update_connector_output(connector_output) "
-    "reset_cache() shutdown() requires_kv_delivery",
+    "reset_cache() shutdown() requires_kv_delivery has_pending_push_work()",
+    # An idle engine drops expired sessions.
+    "vllm.v1.engine.core:EngineCoreProc": "_process_input_queue() has_work() "
+    "input_queue scheduler",
+    "vllm.v1.engine:EngineCoreRequestType": "WAKEUP",
     f"{_CONNECTOR}.base:KVConnectorWorkerMetadata": "aggregate(other)",
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
     f"{_CONNECTOR}.base:SupportsHMA": "request_finished_all_groups(request block_ids)",

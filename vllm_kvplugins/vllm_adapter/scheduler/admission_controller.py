@@ -59,8 +59,9 @@ class AdmissionController:
         assert sessions is not None
         if match.ready:
             return Admission(match=match)
-        sessions.directory.fetch(match, request.request_id)
-        return Admission(match=match, waits_for="session")
+        if sessions.directory.fetch(match, request.request_id):
+            return Admission(match=match, waits_for="session")
+        return Admission(cached)
 
     def usable_hit(self, request: Any, hit_tokens: int) -> int:
         """Number of tokens of a prefix-cache hit that a request may use.

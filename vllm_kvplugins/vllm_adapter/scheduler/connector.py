@@ -167,8 +167,23 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         commands = SessionCommands()
         if self.sessions is not None:
+            self.sessions.directory.expire()
             commands = self.sessions.directory.take_commands()
         return SessionCommandMetadata(commands)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether an engine without requests should run a step.
+
+        It takes the commands to the workers, for example after sessions have expired.
+        """
+        if self.sessions is None:
+            return False
+        self.sessions.directory.expire()
+        return self.sessions.directory.has_commands
+
+    def seconds_to_expiry(self) -> float | None:
+        """Seconds until a session expires; None: none will."""
+        return self.sessions.directory.seconds_to_expiry() if self.sessions else None
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Process the workers' acknowledgements."""

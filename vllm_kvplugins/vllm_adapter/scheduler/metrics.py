@@ -16,6 +16,7 @@
 | ``vllm:kv_policy_held_requests`` | gauge | requests waiting for host memory |
 | ``vllm:kv_policy_sessions`` | gauge | sessions that can be continued |
 | ``vllm:kv_policy_session_bytes`` | gauge | host memory of sessions |
+| ``vllm:kv_policy_session_unwritten_bytes`` | gauge | of these, waiting for the disk |
 | ``vllm:kv_policy_session_disk_bytes`` | gauge | bytes of session files |
 | ``vllm:kv_policy_session_hits_total`` | counter | requests that continued a session |
 | ``vllm:kv_policy_session_parked_hits_total`` | counter | of these, without a copy |
@@ -60,6 +61,7 @@ _LATEST = (
     "held_requests",
     "sessions",
     "session_bytes",
+    "session_unwritten_bytes",
     "session_disk_bytes",
 )
 # By rank, because several workers report it in one step.
@@ -157,6 +159,10 @@ class PolicyPromMetrics(KVConnectorPromMetrics):
         self._gauge("held_requests", "Requests waiting for host memory.")
         self._gauge("sessions", "Sessions that can be continued.")
         self._gauge("session_bytes", "Host memory that sessions use.")
+        self._gauge(
+            "session_unwritten_bytes",
+            "Of session_bytes, those whose files are not written yet.",
+        )
         self._gauge("session_disk_bytes", "Disk space that session files use.")
         self._counter("session_hits", "Requests that continued a session.")
         self._counter(

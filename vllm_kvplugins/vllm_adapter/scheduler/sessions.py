@@ -24,10 +24,11 @@ from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.sessions.commands import Session, Tokens
 from vllm_kvplugins.sessions.directory import Match, SessionDirectory
-from vllm_kvplugins.sessions.files import SessionFileError, SessionFolder
+from vllm_kvplugins.sessions.files import SessionFolder
 from vllm_kvplugins.vllm_adapter.config.engine_config import request_of
 from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
 from vllm_kvplugins.vllm_adapter.config.request_params import requested_patched_prompt
+from vllm_kvplugins.vllm_adapter.scheduler import idle_wakeup
 from vllm_kvplugins.vllm_adapter.scheduler.admission import Admission
 from vllm_kvplugins.vllm_adapter.scheduler.block_manager import ResidencyBlockManager
 from vllm_kvplugins.vllm_adapter.scheduler.session_config import session_folder
@@ -43,7 +44,12 @@ _STATUSES_TO_SAVE = (
 )
 
 # Metrics of an engine without sessions.
-NO_SESSIONS = {"sessions": 0, "session_bytes": 0, "session_disk_bytes": 0}
+NO_SESSIONS = {
+    "sessions": 0,
+    "session_bytes": 0,
+    "session_unwritten_bytes": 0,
+    "session_disk_bytes": 0,
+}
 # Counts whose metric has an older name, which dashboards use.
 _METRIC_NAMES = {"device_hits": "parked_hits"}
 
@@ -105,15 +111,16 @@ class SchedulerSessions:
         self._query_bytes = _query_bytes_per_token(vllm_config)
         if files is not None:
             self._add_files(files)
+        if settings.session_max_age_s is not None:
+            idle_wakeup.install()
 
     def _add_files(self, files: SessionFolder) -> None:
         files.prepare()
-        for entry in files.scan():
-            if isinstance(entry, SessionFileError):
-                logger.warning("%s", coded("KVP309", f"session file skipped: {entry}"))
-            else:
-                session, last_used = entry
-                self.directory.add_file(session, last_used)
+        scan = files.scan()
+        for problem in scan.problems:
+            logger.warning("%s", coded("KVP309", f"session file skipped: {problem}"))
+        for found in scan.sessions:
+            self.directory.add_file(found.session, found.age_s)
         logger.info(
             "%d sessions found in %s", self.directory.num_sessions, files.folder
         )
@@ -281,6 +288,7 @@ class SchedulerSessions:
         return {
             "sessions": directory.num_sessions,
             "session_bytes": directory.held_bytes,
+            "session_unwritten_bytes": directory.unwritten_bytes,
             "session_disk_bytes": directory.written_bytes,
         } | {f"session_{_METRIC_NAMES.get(name, name)}": n for name, n in new.items()}
 

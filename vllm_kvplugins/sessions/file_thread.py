@@ -1,0 +1,94 @@
+"""Runs file operations in the background, one after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any
+
+
+class FileThread:
+    """One daemon thread with a queue of jobs.
+
+    Unlike a ``ThreadPoolExecutor``, a cancelled job leaves the queue at once and frees
+    what it refers to, and a job that never ends does not keep the process alive.
+
+    Args:
+        name: name of the thread, which starts with the first job.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._running: Future[Any] | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        """Run a job after all earlier ones."""
+        future: Future[Any] = Future()
+        with self._changed:
+            assert not self._closed, "closed"
+            self._jobs.append((future, job))
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name=self._name, daemon=True
+                )
+                self._thread.start()
+            self._changed.notify()
+        return future
+
+    def cancel(self, future: Future[Any]) -> bool:
+        """Remove a job from the queue.
+
+        Returns:
+            False if it has started or ended.
+        """
+        with self._changed:
+            for queued in self._jobs:
+                if queued[0] is future:
+                    self._jobs.remove(queued)
+                    return future.cancel()
+        return False
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait until all jobs have ended; accepts no jobs afterwards.
+
+        Returns:
+            False if some have not ended in time.
+        """
+        with self._changed:
+            self._closed = True
+            waiting = [future for future, _ in self._jobs]
+            if self._running is not None:
+                waiting.append(self._running)
+            self._changed.notify()
+        return not wait(waiting, timeout=timeout_s).not_done
+
+    def _run(self) -> None:
+        while self._next_job():
+            pass
+
+    def _next_job(self) -> bool:
+        """Run one job; False if there will be no more."""
+        with self._changed:
+            while not self._jobs and not self._closed:
+                self._changed.wait()
+            if not self._jobs:
+                return False
+            future, job = self._jobs.popleft()
+            self._running = future
+        # Only cancel() cancels, and only what is in the queue.
+        future.set_running_or_notify_cancel()
+        try:
+            result = job()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        with self._changed:
+            self._running = None
+        return True

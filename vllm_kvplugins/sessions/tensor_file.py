@@ -1,0 +1,166 @@
+"""Tensors and text in one safetensors file, written whole or not at all.
+
+A file is written under a temporary name and then renamed. The writer holds a lock on
+the temporary file, which the system releases when the process ends, also after
+``kill -9``. A temporary file without a lock is a leftover.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import stat
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+_PART = ".part"
+# The safetensors library has temporary files of its own, which it does not lock.
+# Earlier versions of this package wrote with it.
+_LIBRARY_PREFIX = ".tmp"
+_LIBRARY_AGE_S = 3600.0
+
+# Names of the safetensors format.
+_DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class SessionFileError(Exception):
+    """A file that cannot be loaded; the message says why."""
+
+
+def write(
+    path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]
+) -> int:
+    """Write a file, readable by its owner only.
+
+    Args:
+        tensors: contiguous, in host memory. They are not copied.
+
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        OSError: there is no room, no permission or no folder; no file remains.
+    """
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_PART}")
+    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(handle, "wb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write_contents(file, tensors, about)
+            file.flush()
+            os.fchmod(handle, 0o600)
+            os.fsync(handle)
+            num_bytes = file.tell()
+            part.replace(path)
+        return num_bytes
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _write_contents(
+    file: BinaryIO, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]
+) -> None:
+    header: dict[str, object] = {"__metadata__": dict(about)}
+    start = 0
+    for name, tensor in tensors.items():
+        stop = start + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors.values():
+        file.write(as_bytes(tensor))
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The elements of a contiguous tensor in host memory."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def read(
+    path: Path, only: Iterable[str] | None = None
+) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """The text and the tensors of a file.
+
+    Args:
+        only: names of the tensors to read; None: all.
+
+    Raises:
+        SessionFileError: there is no such file, it is damaged, or it is a pipe, a link
+            or a folder. Opening a pipe would block.
+    """
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise SessionFileError(f"{path.name}: not a regular file")
+        with safe_open(path, "pt") as file:
+            about = dict(file.metadata() or {})
+            names = file.keys() if only is None else only
+            return about, {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise SessionFileError(f"{path.name}: cannot be read ({error})") from error
+
+
+def digest(about: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
+    """Digest of text and tensors."""
+    result = hashlib.blake2b(digest_size=16)
+    result.update(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        result.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        result.update(as_bytes(tensor.contiguous()))
+    return result.hexdigest()
+
+
+# -- what killed processes leave behind ------------------------------------------------
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of this name is written or was left behind."""
+    return name.endswith(_PART) or name.startswith(_LIBRARY_PREFIX)
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a temporary file belongs to no running process.
+
+    False if that is unknown, for example without permission or on a file system without
+    locks.
+    """
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            return False
+        if path.name.startswith(_LIBRARY_PREFIX):
+            return time.time() - status.st_mtime > _LIBRARY_AGE_S
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
