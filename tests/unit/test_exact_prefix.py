@@ -53,6 +53,7 @@ def request(name: str = "r", prompt: int = 42, answer: int = 0) -> Request:
         prompt_token_ids=tokens[:prompt],
         num_prompt_tokens=prompt,
         num_computed_tokens=0,
+        num_in_flight_tokens=0,
         block_hashes=[f"hash{i}" for i in range(len(tokens) // SIZE)],
         status="waiting",
     )
@@ -73,7 +74,8 @@ class Manager:
             continuing=lambda request, compaction: plan,
             request=self._requests.get,
         )
-        self.starts = SimpleNamespace(of=lambda request: Admission())
+        self.admission = Admission()
+        self.starts = SimpleNamespace(of=lambda request: self.admission)
 
     def num_exact_tokens(self, request: Any, tokens: int) -> int:
         if self.continues_session:
@@ -230,6 +232,20 @@ def test_requests_that_continue_a_session_are_hidden():
     assert output.scheduled_new_reqs == []
     assert output.num_scheduled_tokens == {}
     assert shown.finished(whole, [NULL] * 8 + [9, 10]) == []
+
+
+def test_blocks_that_are_being_loaded_are_hidden():
+    whole = request()
+    manager = Manager(whole)
+    manager.admission = Admission(loaded_tokens=20, offered_tokens=24)
+    shown = shows(manager)
+    whole.num_computed_tokens = 20  # an asynchronous load
+    assert shown.finished(whole, [1, 2, 3, 4, 5]) == []
+    whole.num_computed_tokens = 23
+    whole.num_in_flight_tokens = 3  # a step whose output is not known
+    assert shown.finished(whole, [1, 2, 3, 4, 5]) == []
+    whole.num_in_flight_tokens = 0
+    assert shown.finished(whole, [1, 2, 3, 4, 5]) == [1, 2, 3, 4, 5]
 
 
 def test_freed_blocks_are_hidden_from_tables():

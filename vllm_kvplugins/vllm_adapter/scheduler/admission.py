@@ -34,7 +34,7 @@ Both are harmless if the request does not start.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from vllm_kvplugins.sessions.commands import Session
 from vllm_kvplugins.sessions.directory import Match
@@ -75,6 +75,11 @@ class Admission:
         if self.waits_for is not None:
             return None
         return self.match.tokens if self.match else 0
+
+    def awaits_load(self, request: Any) -> bool:
+        """Whether no step has shown yet that the tokens to load are there."""
+        processed = request.num_computed_tokens - request.num_in_flight_tokens
+        return bool(0 < self.loaded_tokens >= processed)
 
     @property
     def first_block(self) -> int:

@@ -190,9 +190,10 @@ class ExactPrefix:
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> list[int]:
         """Blocks of an ended request that are shown. Forgets the request."""
-        exact = self._resolve(request, block_ids)
         self._shown.pop(request.request_id, None)
-        return exact
+        if self._manager.starts.of(request).awaits_load(request):
+            return []
+        return self._resolve(request, block_ids)
 
     # -- steps ----------------------------------------------------------------------
 

@@ -214,11 +214,9 @@ class SchedulerSessions:
         """
         self.directory.stop_waiting(request.request_id)
         tokens = min(request.num_computed_tokens, request.num_tokens)
-        processed = request.num_computed_tokens - request.num_in_flight_tokens
         if (
             tokens < self._manager.block_size
-            # A step must have shown that the load of another connector succeeded.
-            or 0 < processed <= admission.loaded_tokens
+            or admission.awaits_load(request)
             or request.status not in _STATUSES_TO_SAVE
             or not _has_plain_prompt(request)
         ):
