@@ -20,7 +20,7 @@ CODES: dict[str, str] = {
     "KVP002": "this vLLM lacks a function or parameter that the plugin uses",
     "KVP003": "the platform is neither a CPU nor CUDA",
     "KVP004": "this kind of speculative decoding is not supported",
-    "KVP005": "another KV connector is configured",
+    "KVP005": "this KV connector cannot run next to a policy",
     "KVP006": "vLLM's KV offloading is configured",
     "KVP007": "another scheduler class is configured",
     "KVP008": "another worker class is configured",
@@ -64,6 +64,7 @@ CODES: dict[str, str] = {
     "KVP046": "keys and values of a layer have different sizes",
     "KVP047": "--prefix-match-unit is smaller than a block",
     "KVP048": "--async-scheduling is set together with speculative decoding",
+    "KVP049": "the policy or the model cannot run next to another KV connector",
     # 100-199: policies, budgets and plans
     "KVP100": "no policy has this name",
     "KVP101": "the import path of a policy is not 'module:Class'",

@@ -47,7 +47,17 @@ MOSTLY_FULL = _WINDOWED | {
     "layer_types": ["sliding_attention"] + ["full_attention"] * 2
 }
 SNAPKV = {"name": "snapkv"}
-CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+
+
+def own_connector(name: str) -> dict[str, Any]:
+    return EXAMPLE | {
+        "kv_connector": name,
+        "kv_connector_module_path": "refused_connectors",
+    }
+
+
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 DRAFT_MODEL = {"method": "draft_model", "model": "llama", "num_speculative_tokens": 2}
 
@@ -121,10 +131,53 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {"model": "deep", "speculative_config": NGRAM},
         ["[KVP004]", '"prefetch": "off"'],
     ),
-    "connector": (
+    "connectors": (
         SNAPKV,
-        {"kv_transfer_config": CONNECTOR},
-        ["'ExampleConnector'", "remove --kv-transfer-config"],
+        {
+            "kv_transfer_config": EXAMPLE
+            | {
+                "kv_connector": "MultiConnector",
+                "kv_connector_extra_config": {
+                    "connectors": [NIXL, EXAMPLE, own_connector("PoolReader")]
+                },
+            },
+            "kv_offloading_size": 1,
+        },
+        [
+            "1. [KVP005] KV connector 'NixlConnector' hands over",
+            "use ExampleConnector or a connector of your own",
+            "2. [KVP005] KV connector 'PoolReader' reads vLLM's block pool",
+            "3. [KVP006] KV offloading (1 GiB): vLLM's offloading runs on GPUs only",
+            "icecache",
+        ],
+    ),
+    "connector that was not run": (
+        SNAPKV,
+        {"kv_transfer_config": EXAMPLE | {"kv_connector": "FlexKVConnectorV1"}},
+        ["1. [KVP005]", "has not been run", "remove --kv-transfer-config"],
+    ),
+    "connector that does not exist": (
+        SNAPKV,
+        {"kv_transfer_config": own_connector("Missing")},
+        ["1. [KVP005]", "cannot be loaded", "Missing"],
+    ),
+    "connector and what does not go with it": (
+        {"name": "h2o"},
+        {
+            "model": "hybrid",
+            "max_model_len": 4096,
+            "speculative_config": NGRAM,
+            "kv_transfer_config": own_connector("LayoutReader"),
+        },
+        [
+            "1. [KVP049] h2o observes every token of a prompt",
+            "2. [KVP049]",
+            "layers with a window",
+            "3. [KVP049]",
+            "remove --speculative-config",
+            "4. [KVP049] 'LayoutReader' needs the cache layout NHD",
+            "or remove --kv-transfer-config",
+        ],
     ),
     "fp8 and retrieval": (
         {"name": "icecache"},
@@ -231,6 +284,12 @@ def refusals(paths: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         }
         for name, (policy, arguments, _) in CASES.items()
     }
+    cases["connector"] = {
+        "model": models["llama"],
+        "load_format": "dummy",
+        "additional_config": {"kv_policy": SNAPKV},
+        "kv_transfer_config": EXAMPLE,
+    }
     accepted = {"control": SNAPKV} | {name: name for name in BARE_NAMES}
     for name, policy in accepted.items():
         cases[name] = {
@@ -254,8 +313,9 @@ def test_refused_with_all_reasons(models, name):
         assert part in message, message
 
 
-def test_the_same_without_the_mistake_is_accepted(models):
-    assert refusals(tuple(models.items()))["control"] is None
+@pytest.mark.parametrize("name", ["control", "connector"])
+def test_the_same_without_the_mistake_is_accepted(models, name):
+    assert refusals(tuple(models.items()))[name] is None
 
 
 @pytest.mark.parametrize("name", BARE_NAMES)

@@ -36,6 +36,7 @@ OVERRIDING = [
     "attention.triton:TritonPolicyBuilder",
     "attention.triton:TritonPolicyImpl",
     "scheduler.block_manager:ResidencyBlockManager",
+    "scheduler.composed_connector:ComposedConnector",
     "scheduler.connector:KVPolicyConnector",
     "scheduler.metrics:PolicyPromMetrics",
     "scheduler.metrics:PolicyStats",

@@ -104,7 +104,7 @@ _EVERYWHERE = {
     "vllm.platforms.interface:Platform": "_align_hybrid_block_size(vllm_config "
     "backend_cls)",
     "vllm.config:KVTransferConfig": "kv_connector kv_connector_module_path kv_role "
-    "kv_connector_extra_config",
+    "kv_connector_extra_config engine_id",
     "vllm.config:ModelConfig": "get_num_layers(parallel_config) get_head_size() "
     "get_num_kv_heads(parallel_config) get_total_num_kv_heads() "
     "get_sliding_window() hf_text_config runner_type use_mla is_hybrid "
@@ -118,14 +118,20 @@ _EVERYWHERE = {
     "num_computed_tokens num_new_tokens) _get_local_prefix_cache_hit(request) "
     "update_from_output(scheduler_output model_runner_output) _preempt_request("
     "request timestamp drop_stale_output) prev_step_scheduled_req_ids running "
-    "connector kv_cache_manager block_size needs_kv_cache_zeroing",
+    "connector kv_cache_manager block_size needs_kv_cache_zeroing requests "
+    "recompute_kv_load_failures",
     f"{_CORE}.sched.async_scheduler:AsyncScheduler": "_reserve_prefill_lookahead("
     "request num_computed_tokens num_new_tokens) "
     "_get_local_prefix_cache_hit(request)",
     f"{_CORE}.sched.output:SchedulerOutput": "finished_req_ids preempted_req_ids "
     "scheduled_new_reqs kv_connector_metadata total_num_scheduled_tokens "
-    "new_block_ids_to_zero scheduled_spec_decode_tokens",
-    f"{_CORE}.sched.output:NewRequestData": "req_id prompt_token_ids sampling_params",
+    "new_block_ids_to_zero scheduled_spec_decode_tokens scheduled_cached_reqs "
+    "num_scheduled_tokens kv_connector_block_state",
+    f"{_CORE}.sched.output:NewRequestData": "req_id prompt_token_ids sampling_params "
+    "prefill_token_ids block_ids num_computed_tokens",
+    f"{_CORE}.sched.output:CachedRequestData": "req_ids resumed_req_ids new_token_ids "
+    "all_token_ids new_block_ids num_computed_tokens num_output_tokens",
+    f"{_CORE}.sched.output:KVConnectorBlockState": "resolve_block_ids",
     "vllm.v1.request:Request": "num_prompt_tokens prompt_token_ids sampling_params "
     "request_id all_token_ids cache_salt lora_request mm_features num_computed_tokens "
     "num_in_flight_tokens num_output_placeholders num_preemptions num_tokens "
@@ -146,12 +152,14 @@ _EVERYWHERE = {
     "request_id processed_computed_tokens num_prompt_tokens) "
     "cache_blocks(request num_tokens) "
     "get_num_blocks_to_allocate(request_id num_tokens apply_admission_cap) "
+    "allocate_new_blocks(request_id num_tokens) "
     "pop_blocks_for_free(request_id) _remove_blocks_in_range(request_id "
     "first_block last_block) "
     "allocate_external_computed_blocks(request_id) new_step_starts() _null_block "
     "block_pool block_size kv_cache_spec num_cached_block req_to_blocks",
     f"{_CORE}.block_pool:BlockPool": "get_num_free_blocks() num_gpu_blocks "
-    "touch(blocks) unpin_blocks(blocks on_reuse) free_blocks(ordered_blocks)",
+    "touch(blocks) unpin_blocks(blocks on_reuse) free_blocks(ordered_blocks) "
+    "null_block",
     f"{_CORE}.kv_cache_utils:KVCacheBlock": "is_null block_hash block_id ref_cnt",
     "vllm.v1.kv_cache_interface:FullAttentionSpec": "merge(specs) "
     "max_memory_usage_bytes(vllm_config) page_size_bytes page_size_padded "
@@ -197,13 +205,29 @@ _EVERYWHERE = {
     "forward_context) update_state_after_alloc(request blocks "
     "num_external_tokens) wait_for_layer_load(layer_name) wait_for_save() "
     "build_connector_worker_meta() update_connector_output(connector_output) "
-    "reset_cache() shutdown() requires_kv_delivery has_pending_push_work()",
+    "reset_cache() shutdown() requires_kv_delivery has_pending_push_work() "
+    "on_new_request(request) "
+    "request_finished(request block_ids) get_external_cache_hit_sources(request "
+    "num_external_tokens) get_loaded_kv_cache_group_ids(request) "
+    "get_required_kvcache_layout(vllm_config) bind_gpu_block_pool(gpu_block_pool) "
+    "register_finished_partial_tail() supports_divergent_local_hybrid_hits",
+    f"{_CONNECTOR}.multi_connector:MultiConnector": "_connectors "
+    "_requests_to_connector _get_connector_classes_and_configs(vllm_config) "
+    "get_num_new_matched_tokens(request num_computed_tokens) "
+    "update_state_after_alloc(request blocks num_external_tokens) "
+    "request_finished(request blocks) "
+    "request_finished_all_groups(request block_ids) build_kv_connector_stats(data)",
+    f"{_CONNECTOR}.multi_connector:MultiKVConnectorMetadata": "metadata",
+    f"{_CONNECTOR}.multi_connector:MultiKVConnectorStats": "data",
+    f"{_TRANSFER}.kv_connector.factory:KVConnectorFactory": "get_connector_class("
+    "kv_transfer_config)",
     # An idle engine drops expired sessions.
     "vllm.v1.engine.core:EngineCoreProc": "_process_input_queue() has_work() "
     "input_queue scheduler",
     "vllm.v1.engine:EngineCoreRequestType": "WAKEUP",
     f"{_CONNECTOR}.base:KVConnectorWorkerMetadata": "aggregate(other)",
-    "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
+    "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta invalid_block_ids "
+    "failed_recving",
     f"{_CONNECTOR}.base:SupportsHMA": "request_finished_all_groups(request block_ids)",
     f"{_CONNECTOR}.metrics:KVConnectorPromMetrics": "observe(transfer_stats_data "
     "engine_idx) _gauge_cls _counter_cls _histogram_cls _labelnames "

@@ -20,7 +20,7 @@ from vllm_kvplugins.model_config import (
     groups_of,
     layer_types,
 )
-from vllm_kvplugins.vllm_adapter.config import speculation
+from vllm_kvplugins.vllm_adapter.config import kv_connectors, speculation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,22 +60,7 @@ def argument_problems(args: EngineArgs) -> list[str]:
             )
         )
     reasons += speculation.argument_problems(args)
-    if args.kv_transfer_config is not None:
-        reasons.append(
-            coded(
-                "KVP005",
-                f"KV connector {args.kv_transfer_config.kv_connector!r} would store "
-                "compressed blocks as if they were exact; remove --kv-transfer-config",
-            )
-        )
-    if getattr(args, "kv_offloading_size", None):
-        reasons.append(
-            coded(
-                "KVP006",
-                f"KV offloading ({args.kv_offloading_size} GiB) would store compressed "
-                "blocks as if they were exact; remove --kv-offloading-size",
-            )
-        )
+    reasons += kv_connectors.argument_problems(args)
     if args.scheduler_cls is not None:
         reasons.append(
             coded(

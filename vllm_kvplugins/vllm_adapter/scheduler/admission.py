@@ -12,6 +12,8 @@ a new decision, because only the last call commits it::
                                             3. does a session restore more?
     connector.get_num_new_matched_tokens  reads Admission.external_tokens;
                                           None: vLLM tries again in a later step
+                                          With another KV connector, the longer of a
+                                          session and its tokens (composed_connector)
     _reserve_prefill_lookahead            SessionStarts.clip_first_chunk
     allocate_slots
       get_num_blocks_to_allocate          no blocks for tokens the session dropped
@@ -32,7 +34,7 @@ Both are harmless if the request does not start.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from vllm_kvplugins.sessions.commands import Session
 from vllm_kvplugins.sessions.directory import Match
@@ -42,17 +44,24 @@ from vllm_kvplugins.sessions.directory import Match
 class Admission:
     """What a request starts from, if vLLM has free blocks for it.
 
-    A request starts from the prefix cache or from a session, never from both.
+    A request starts from a session, or from the prefix cache and what another KV
+    connector loads after it.
 
     Attributes:
         cached_tokens: usable tokens of the prefix-cache hit, whole blocks; 0 if the
             request continues a session.
         match: the session to continue; None: no session.
+        loaded_tokens: end of the tokens that count as computed because another KV
+            connector loads them; 0: it loads none.
+        offered_tokens: end of the tokens that it loads. The request computes those
+            after ``loaded_tokens`` again, for their queries, but needs blocks for all.
         waits_for: why the request cannot start in this step; None: it can.
     """
 
     cached_tokens: int = 0
     match: Match | None = None
+    loaded_tokens: int = 0
+    offered_tokens: int = 0
     waits_for: Literal["host memory", "session"] | None = None
 
     @property
@@ -67,6 +76,11 @@ class Admission:
             return None
         return self.match.tokens if self.match else 0
 
+    def awaits_load(self, request: Any) -> bool:
+        """Whether no step has shown yet that the tokens to load are there."""
+        processed = request.num_computed_tokens - request.num_in_flight_tokens
+        return bool(0 < self.loaded_tokens >= processed)
+
     @property
     def first_block(self) -> int:
         """First resident logical block; the session dropped the earlier ones."""
@@ -76,8 +90,9 @@ class Admission:
     def first_query(self) -> int:
         """Position of the first token whose query the workers will have.
 
-        The prefix cache has no queries; a session has the queries of its newest tokens.
+        The prefix cache and other connectors have no queries; a session has the queries
+        of its newest tokens.
         """
         if self.match is None:
-            return self.cached_tokens
+            return max(self.cached_tokens, self.loaded_tokens)
         return min(self.match.session.first_query, self.match.tokens)

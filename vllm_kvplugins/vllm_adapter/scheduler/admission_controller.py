@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_kvplugins.policies.base import KVCachePolicy
-from vllm_kvplugins.policies.capabilities import Trigger
 from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
+from vllm_kvplugins.vllm_adapter.config.kv_connectors import observes_prompt
 from vllm_kvplugins.vllm_adapter.scheduler.admission import Admission
 from vllm_kvplugins.vllm_adapter.scheduler.block_manager import ResidencyBlockManager
 from vllm_kvplugins.vllm_adapter.scheduler.sessions import SchedulerSessions
@@ -34,7 +33,7 @@ class AdmissionController:
         # Cached tokens have no queries. A policy that observes every query of the
         # prompt must compute the whole prompt, even if only a request that continues
         # the session is compacted.
-        self._needs_whole_prompt = _observes_prompt(manager.kv_cache_spec.policy)
+        self._needs_whole_prompt = observes_prompt(manager.kv_cache_spec.policy)
 
     # -- before the request has blocks --------------------------------------------
 
@@ -77,6 +76,42 @@ class AdmissionController:
             return hit_tokens
         return int(min(hit_tokens, blocks * self._manager.block_size))
 
+    def may_load(self, request: Any) -> bool:
+        """Whether another KV connector may load tokens of a waiting request."""
+        is_waiting = self._manager.starts.of(request).waits_for == "host memory"
+        return not (is_waiting or request.skip_reading_prefix_cache)
+
+    def load(self, request: Any, cached_tokens: int, offered_tokens: int) -> int:
+        """Start from what another KV connector offers, if nothing restores more.
+
+        The tokens are exact, so they may reach into blocks that the first compaction
+        rewrites later. That compaction needs the newest queries, which are not loaded.
+
+        Args:
+            cached_tokens: tokens of the prefix cache.
+            offered_tokens: end of the tokens that the connector can load.
+
+        Returns:
+            End of the tokens that count as computed; 0: the request starts otherwise.
+        """
+        manager, policy = self._manager, self._manager.kv_cache_spec.policy
+        match = manager.starts.of(request).match
+        tokens = min(offered_tokens, request.num_tokens - 1)
+        counted: int = manager.plans.continuing(request, None).can_start_at(
+            tokens,
+            compacted_at=0,
+            # At least one, so that the compaction runs at the end of a step.
+            num_queries=max(policy.queries_needed, 1),
+            first_query=tokens,
+        )
+        if counted <= max(cached_tokens, match.tokens if match else 0):
+            return 0
+        admission = Admission(
+            cached_tokens, loaded_tokens=counted, offered_tokens=offered_tokens
+        )
+        manager.starts.record(request, admission)
+        return counted
+
     def _make_host_room(self, request: Any) -> bool:
         """Whether host memory has room for a request.
 
@@ -100,10 +135,3 @@ class AdmissionController:
         self._host.release(request)
         if self._sessions is not None:
             self._sessions.finish(request, self._manager.starts.of(request))
-
-
-def _observes_prompt(policy: KVCachePolicy) -> bool:
-    observation = policy.observation
-    return policy.spans is not None or (
-        observation is not None and Trigger.PREFILL_CHUNK in observation.triggers
-    )

@@ -117,6 +117,7 @@ class ResidencyBlockManager(FullAttentionManager):
         At admission (``apply_admission_cap``), counts the peak of the request instead
         of its whole length, plus the blocks that running prompts still need.
         """
+        num_tokens = self._with_loaded(request_id, num_tokens)
         dropped = promised = 0
         if request_id not in self.num_cached_block:
             dropped = self.starts.of_id(request_id).first_block
@@ -133,6 +134,18 @@ class ResidencyBlockManager(FullAttentionManager):
             **kwargs,
         )
         return max(count - dropped, 0) + promised
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """Allocate blocks, also for all tokens that another KV connector loads."""
+        blocks: list[Any] = super().allocate_new_blocks(
+            request_id, self._with_loaded(request_id, num_tokens), *args, **kwargs
+        )
+        return blocks
+
+    def _with_loaded(self, request_id: str, num_tokens: int) -> int:
+        return max(num_tokens, self.starts.of_id(request_id).offered_tokens)
 
     def _promised_blocks(self) -> int:
         """Free blocks that prompts in prefill will allocate again.

@@ -164,6 +164,12 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self.admission.finish(request)
         return False, None
 
+    def request_finished(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same where another connector does not support several KV cache groups."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         commands = SessionCommands()
         if self.sessions is not None:
@@ -191,10 +197,13 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         if meta is not None and self.sessions is not None:
             self.sessions.directory.process(meta.acks)
 
-    def failed_loads(self, connector_output: Any) -> list[Load]:
-        """Loads that failed on some rank."""
-        meta = connector_output and connector_output.kv_connector_worker_meta
-        return [ack.load for ack in meta.acks if ack.load] if meta else []
+    def failed_loads(self, worker_meta: Any) -> list[Load]:
+        """Loads of sessions that failed on some rank.
+
+        Args:
+            worker_meta: the workers' metadata of one step, or None.
+        """
+        return [ack.load for ack in worker_meta.acks if ack.load] if worker_meta else []
 
     def reset_cache(self) -> bool:
         """Drop all sessions, because vLLM may load other weights next."""

@@ -28,8 +28,8 @@ class ResidencyScheduling:
     - where a chunk of prefill ends (``_reserve_prefill_lookahead``),
     - what a waiting request starts from (``_get_local_prefix_cache_hit``; see
       ``admission`` for the whole sequence),
-    - which requests are preempted because their session failed to load
-      (``update_from_output``).
+    - which requests are preempted because their session, or the load of another KV
+      connector, failed (``update_from_output``).
 
     On CPUs, it also makes workers zero new blocks.
     """
@@ -38,6 +38,8 @@ class ResidencyScheduling:
     connector: Any
     block_size: int
     running: list[Any]
+    requests: dict[str, Any]
+    recompute_kv_load_failures: bool
     prev_step_scheduled_req_ids: set[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -129,11 +131,14 @@ class ResidencyScheduling:
         return usable if usable < tokens else 0
 
     def update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
-        """Preempt requests whose session failed to load before processing their
-        output."""
-        loads = self.connector.failed_loads(model_output.kv_connector_output)
-        if loads:
-            self._recompute(loads)
+        """Preempt requests whose KV failed to load before processing their output."""
+        output = model_output.kv_connector_output
+        if output is not None:
+            loads = self.connector.failed_loads(output.kv_connector_worker_meta)
+            if loads:
+                self._recompute(loads)
+            if self.recompute_kv_load_failures:
+                self._recompute_loads_of_others(output)
         return super().update_from_output(scheduler_output, model_output)  # type: ignore[misc]
 
     def _recompute(self, loads: list[Load]) -> None:
@@ -148,6 +153,35 @@ class ResidencyScheduling:
         invalid = {block for load in loads for block in load.blocks}
         for load in loads:
             invalid |= manager.block_ids(load.request_id)
+        self._preempt_holders(invalid)
+
+    def _recompute_loads_of_others(self, output: Any) -> None:
+        """Let requests compute what another KV connector failed to load.
+
+        vLLM would let a running request continue at the first invalid block. A
+        compaction may have run in the same step, so it starts from an empty cache.
+        Requests that still wait for their load are vLLM's.
+        """
+        invalid = set(output.invalid_block_ids or ())
+        failed = set(output.failed_recving or ())
+        if not (invalid or failed):
+            return
+        manager = self._residency_manager
+        failed |= {
+            request_id
+            for request_id in manager.req_to_blocks
+            if manager.block_ids(request_id) & invalid
+        }
+        self.connector.loads_failed(
+            self.requests[request_id]
+            for request_id in failed
+            if request_id in self.requests
+        )
+        self._preempt_holders(invalid)
+
+    def _preempt_holders(self, invalid: set[int]) -> None:
+        """Preempt running requests with some of these blocks."""
+        manager = self._residency_manager
         for request in reversed(self.running.copy()):
             blocks = manager.block_ids(request.request_id)
             if blocks & invalid:

@@ -223,6 +223,7 @@ class SchedulerSessions:
         tokens = min(request.num_computed_tokens, request.num_tokens)
         if (
             tokens < self._manager.block_size
+            or admission.awaits_load(request)
             or request.status not in _STATUSES_TO_SAVE
             or not _has_plain_prompt(request)
         ):

@@ -20,6 +20,7 @@ from vllm_kvplugins.vllm_adapter.config import (
     compat,
     host_memory,
     kernel_choice,
+    kv_connectors,
     layer_budgets,
     layer_groups,
     speculation,
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kv_policy")
 
 _PACKAGE = "vllm_kvplugins.vllm_adapter"
-CONNECTOR_NAME = "KVPolicyConnector"
-CONNECTOR_MODULE = f"{_PACKAGE}.scheduler.connector"
 _CPU_WORKER = f"{_PACKAGE}.worker.cpu_worker.KVPolicyCPUWorker"
 _GPU_WORKER = f"{_PACKAGE}.worker.gpu_worker.KVPolicyGPUWorker"
 # On CPUs, smaller than vLLM's default of 128, because large pages waste a part of the
@@ -67,7 +66,6 @@ def prepared(args: EngineArgs, policy: KVCachePolicy) -> Iterator[None]:
     # Before all other checks, which may fail to import on an unknown vLLM.
     refuse(f"KV policy {policy.name!r} cannot run on this vLLM", compat.problems())
 
-    from vllm.config import KVTransferConfig
     from vllm.platforms import current_platform
 
     refuse(
@@ -75,11 +73,7 @@ def prepared(args: EngineArgs, policy: KVCachePolicy) -> Iterator[None]:
         validation.argument_problems(args),
     )
     saved = (args.kv_transfer_config, args.block_size)
-    args.kv_transfer_config = KVTransferConfig(
-        kv_connector=CONNECTOR_NAME,
-        kv_connector_module_path=CONNECTOR_MODULE,
-        kv_role="kv_both",
-    )
+    args.kv_transfer_config = kv_connectors.composed(args.kv_transfer_config)
     if args.block_size is None:
         on_cpu = current_platform.is_cpu()
         args.block_size = _CPU_BLOCK_SIZE if on_cpu else _GPU_BLOCK_SIZE
@@ -121,6 +115,7 @@ def finish_config(
             *validation.softcap_problems(policy, vllm_config.model_config),
             *_shape_problems(vllm_config, policy),
             *speculation.problems(vllm_config, policy, layer_types_of(vllm_config)),
+            *kv_connectors.problems(vllm_config, policy, layer_types_of(vllm_config)),
             *probing.problems(vllm_config, policy),
             *surprisal.problems(vllm_config, policy),
             *validation.episode_problems(policy),
@@ -142,6 +137,10 @@ def finish_config(
     measured = host_memory.measured(policy) | session_config.measured(request)
     remember_measured(vllm_config, measured)
     scheduler = vllm_config.scheduler_config
+    if kv_connectors.is_composed(vllm_config):
+        # As vLLM does for connectors that manage one group of layers; others are
+        # refused.
+        scheduler.disable_hybrid_kv_cache_manager = True
     kind = (
         "KVPolicyAsyncScheduler" if scheduler.async_scheduling else "KVPolicyScheduler"
     )

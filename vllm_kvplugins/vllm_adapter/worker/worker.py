@@ -16,6 +16,7 @@ from vllm_kvplugins.vllm_adapter.config.request_params import (
     requested_patched_prompt,
     requested_turn_ends,
 )
+from vllm_kvplugins.vllm_adapter.scheduler.composed_connector import our_metadata
 from vllm_kvplugins.vllm_adapter.scheduler.spec import is_managed, with_policy
 from vllm_kvplugins.vllm_adapter.worker.context import WorkerContext
 from vllm_kvplugins.vllm_adapter.worker.other_layers import (
@@ -99,7 +100,7 @@ class PolicyWorker:
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         runtime, store = self.kv_policy.runtime, self.kv_policy.session_store
-        meta = scheduler_output.kv_connector_metadata
+        meta = our_metadata(scheduler_output.kv_connector_metadata)
         if store is not None and meta is not None:
             if meta.commands.saves or meta.commands.loads or meta.commands.stage:
                 self.kv_policy.ensure_heap()

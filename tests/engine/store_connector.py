@@ -1,0 +1,218 @@
+"""A KV connector that records every block it is shown, and can load blocks back.
+
+It stores whole blocks in memory, under the tokens up to the end of each. Settings, in
+``kv_connector_extra_config``:
+
+    loads   "sync", "async" or "no"
+    steps   an asynchronous load arrives after this many steps (1)
+    keeps   save blocks when a request ends, and hold them until then
+    broken  lists of tokens: loads of blocks that end there fail
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+)
+
+Key = tuple[int, ...]
+# Block contents by key and layer. Lives as long as the process.
+STORE: dict[Key, dict[str, Any]] = {}
+
+
+@dataclass
+class Seen:
+    """What all instances of this process were shown, and did."""
+
+    saves: list[tuple[Key, int]] = field(default_factory=list)  # key, block ID
+    contents: list[tuple[Key, dict[str, Any]]] = field(default_factory=list)
+    offered: list[tuple[str, list[int]]] = field(default_factory=list)  # to load into
+    finished: dict[str, list[int]] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)  # tokens of requests, as shown
+    loads: int = 0
+    released: int = 0
+
+
+SEEN = Seen()
+
+
+@dataclass
+class Transfer:
+    request: str
+    keys: list[Key]
+    blocks: list[int]
+
+
+@dataclass
+class StoreMetadata(KVConnectorMetadata):
+    saves: list[Transfer]
+    loads: list[Transfer]
+    kept: list[Transfer]
+
+
+class StoreConnector(KVConnectorBase_V1):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = self._kv_transfer_config.kv_connector_extra_config
+        self._loads = settings.get("loads", "sync")
+        self._steps = settings.get("steps", 1)
+        self._keeps = settings.get("keeps", False)
+        self._broken = settings.get("broken", [])
+        self._size = self._vllm_config.cache_config.block_size
+        # scheduler
+        self._requests: dict[str, Any] = {}
+        self._tables: dict[str, list[int]] = {}
+        self._saved: dict[str, int] = {}
+        self._to_load: list[Transfer] = []
+        self._to_keep: list[Transfer] = []
+        # worker
+        self._caches: dict[str, Any] = {}
+        self._arriving: dict[str, int] = {}  # steps until it has arrived
+        self._sent: set[str] = set()
+        self._invalid: set[int] = set()
+
+    # -- scheduler ----------------------------------------------------------------
+
+    def _key(self, request: Any, block: int) -> Key:
+        return tuple(request.all_token_ids[: (block + 1) * self._size])
+
+    def on_new_request(self, request: Any) -> None:
+        self._requests[request.request_id] = request
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        if self._loads == "no":
+            return 0, False
+        SEEN.lengths.append(request.num_tokens)
+        assert len(request.all_token_ids) == request.num_tokens
+        first = block = num_computed_tokens // self._size
+        while (block + 1) * self._size < request.num_tokens:
+            if self._key(request, block) not in STORE:
+                break
+            block += 1
+        return (block - first) * self._size, block > first and self._loads == "async"
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        (ids,) = blocks.get_block_ids()
+        if not num_external_tokens:
+            return
+        SEEN.offered.append((request.request_id, list(ids)))
+        # The newest blocks of the prefix that is found.
+        count = num_external_tokens // self._size
+        stop = 0
+        while (stop + 1) * self._size < request.num_tokens and (
+            self._key(request, stop) in STORE
+        ):
+            stop += 1
+        keys = [self._key(request, block) for block in range(stop - count, stop)]
+        self._to_load.append(
+            Transfer(request.request_id, keys, list(ids[stop - count : stop]))
+        )
+        self._saved[request.request_id] = stop
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
+
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for new in scheduler_output.scheduled_new_reqs:
+            computed[new.req_id] = new.num_computed_tokens
+        saves = []
+        for request_id, groups, resumed in yield_req_data(scheduler_output):
+            if resumed or request_id not in self._tables:
+                self._tables[request_id] = []
+            table = self._tables[request_id]
+            table += groups[0] if groups else []
+            end = computed[request_id]
+            end += scheduler_output.num_scheduled_tokens[request_id]
+            stop = end // self._size
+            start = min(self._saved.get(request_id, 0), stop)
+            self._saved[request_id] = stop
+            request = self._requests[request_id]
+            keys = [self._key(request, block) for block in range(start, stop)]
+            if keys and not self._keeps:
+                saves.append(Transfer(request_id, keys, table[start:stop]))
+        meta = StoreMetadata(saves, self._to_load, self._to_keep)
+        self._to_load, self._to_keep = [], []
+        return meta
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        request_id = request.request_id
+        SEEN.finished[request_id] = list(block_ids)
+        self._requests.pop(request_id)
+        self._tables.pop(request_id, None)
+        self._saved.pop(request_id, None)
+        full = min(len(block_ids), request.num_computed_tokens // self._size)
+        if not (self._keeps and full):
+            return False, None
+        keys = [self._key(request, block) for block in range(full)]
+        self._to_keep.append(Transfer(request_id, keys, list(block_ids[:full])))
+        return True, None
+
+    # -- worker -------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._caches = kv_caches
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, StoreMetadata)
+        for load in meta.loads:
+            SEEN.loads += len(load.keys)
+            for key, block in zip(load.keys, load.blocks, strict=True):
+                if len(key) in self._broken:
+                    self._invalid.add(block)
+                    continue
+                for layer, cache in self._caches.items():
+                    cache[block] = STORE[key][layer]
+            if self._loads == "async":
+                self._arriving[load.request] = self._steps
+        for kept in meta.kept:
+            self._save(kept)
+            self._sent.add(kept.request)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, StoreMetadata)
+        for save in meta.saves:
+            self._save(save)
+
+    def _save(self, save: Transfer) -> None:
+        for key, block in zip(save.keys, save.blocks, strict=True):
+            layers = {
+                name: cache[block].clone() for name, cache in self._caches.items()
+            }
+            SEEN.saves.append((key, block))
+            SEEN.contents.append((key, layers))
+            STORE.setdefault(key, layers)
+
+    def get_finished(
+        self, finished_req_ids: set[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
+        for request in self._arriving:
+            self._arriving[request] -= 1
+        arrived = {name for name, left in self._arriving.items() if left <= 0}
+        for request in arrived:
+            del self._arriving[request]
+        sent, self._sent = self._sent, set()
+        SEEN.released += len(sent)
+        return sent or None, arrived or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid, self._invalid = self._invalid, set()
+        return invalid

@@ -1,0 +1,210 @@
+"""Another KV connector next to a policy: it sees exact keys and values only."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from harness import run_scenario
+from scenarios_kv_connectors import LENGTHS
+
+pytestmark = pytest.mark.engine
+
+SNAPKV = {"name": "snapkv", "budget": 96}  # its window is 64 tokens
+FLOWKV = {"name": "flowkv", "ratio": 0.5, "sessions": False}
+POLICIES: dict[str, dict[str, Any]] = {
+    "snapkv": SNAPKV,
+    "flowkv": FLOWKV,
+    "icecache": {"name": "icecache", "budget": 128, "skip_layers": 1},
+    "streaming-llm": {"name": "streaming-llm", "budget": 96},
+    "full": {"name": "full"},
+    "prefill-blocks": SNAPKV | {"prefill_block": 192},
+    "decode-budget": SNAPKV | {"decode_budget": 160},
+    "no-queries": {"name": "knorm", "budget": 96},
+}
+SLOW = [
+    name if name == "snapkv" else pytest.param(name, marks=pytest.mark.slow)
+    for name in POLICIES
+]
+
+
+def call(scenario: str, **arguments: Any) -> Any:
+    return run_scenario(f"scenarios_kv_connectors:{scenario}", arguments)
+
+
+@pytest.fixture(scope="module")
+def exact(tiny_model, tmp_path_factory):
+    """File with the blocks that vLLM stores without a policy."""
+    path = str(tmp_path_factory.mktemp("exact") / "store.pt")
+    call("exact", model=tiny_model, path=path)
+    return path
+
+
+@cache
+def recomputed(model: str, name: str) -> Any:
+    return call("recomputed", model=model, policy=POLICIES[name])
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_it_is_shown_exact_blocks_and_serves_them_back(tiny_model, exact, name):
+    result = call("stored", model=tiny_model, policy=POLICIES[name], path=exact)
+    assert result["wrong"] == [], "blocks that differ from those without a policy"
+    assert result["saves"] > 0
+    assert result["loads"] > 0
+    # Only what no request may start from is computed, and saved, again.
+    assert result["saved_again"] < result["saves"] / 4
+    assert result["first"] == result["again"] == recomputed(tiny_model, name)
+    assert result["tracked"] == 0
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_it_is_shown_no_block_of_the_past(tiny_model, exact, name):
+    """Blocks that a connector saves when a request ends are exact, and still held."""
+    result = call(
+        "stored",
+        model=tiny_model,
+        policy=POLICIES[name],
+        path=exact,
+        store={"keeps": True},
+    )
+    assert result["wrong"] == []
+    # IceCache also moves the blocks of the shortest prompt.
+    assert (result["released"] > 0) == (name != "icecache")
+    assert result["first"] == result["again"] == recomputed(tiny_model, name)
+    assert result["tracked"] == 0
+
+
+# First compaction of the long prompt, and the newest queries that it needs.
+CUTS = {
+    "snapkv": 700 - 64,
+    "flowkv": 200 - 64,
+    "icecache": 700 - 1,
+    "streaming-llm": 700 - 1,
+    "full": 704,
+    "prefill-blocks": 192 - 64,
+    "decode-budget": 700 - 64,
+    "no-queries": 700 - 1,
+}
+
+
+@pytest.mark.parametrize("loads", ["sync", "async"])
+@pytest.mark.parametrize("name", SLOW)
+def test_whole_prompts_are_loaded_and_then_compacted(tiny_model, exact, name, loads):
+    """What an engine without a policy stored, as in a pair of prefill and decode."""
+    result = call(
+        "stored",
+        model=tiny_model,
+        policy=POLICIES[name],
+        path=exact,
+        store={"loads": loads},
+        filled=True,
+    )
+    assert result["wrong"] == []
+    assert result["first"] == result["again"] == recomputed(tiny_model, name)
+    # The store has whole blocks.
+    assert result["cached"][2] == min(CUTS[name], 672)
+    assert result["tracked"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["snapkv", "flowkv", "icecache"])
+def test_preempted_requests_load_again(tiny_model, exact, name):
+    result = call(
+        "stored",
+        model=tiny_model,
+        policy=POLICIES[name],
+        path=exact,
+        # while prompts are computed, and while answers are
+        preempt_at=[2, 4, 20],
+    )
+    assert result["preemptions"] >= 8
+    assert result["wrong"] == []
+    assert result["first"] == result["again"] == recomputed(tiny_model, name)
+    assert result["tracked"] == 0
+
+
+@pytest.mark.slow
+def test_the_longer_of_a_session_and_the_store_wins(tiny_model, exact):
+    policy = SNAPKV | {"sessions": True}
+    report = call("longer", model=tiny_model, policy=policy, path=exact)
+    assert report["cached"] == [480, 600, 480]
+    assert report["loads"] == [15, 0, 0]
+    assert report["hits"] == [0, 1, 1]
+    assert report["tracked"] == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+@pytest.mark.slow
+def test_clients_that_leave_while_their_prompts_are_loaded(tiny_model, exact, ahead):
+    policy = SNAPKV | {"sessions": True}
+    report = call("aborted", model=tiny_model, policy=policy, path=exact, ahead=ahead)
+    assert report["states"] == ["RUNNING", "WAITING", "WAITING_FOR_REMOTE_KVS"]
+    assert report["tokens"] == recomputed(tiny_model, "snapkv")["long"]
+    assert report["tracked"] == 0
+
+
+@pytest.mark.parametrize("loads", ["sync", "async"])
+@pytest.mark.parametrize("broken", [32, 320], ids=["first", "later"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+@pytest.mark.slow
+def test_blocks_that_cannot_be_loaded_are_computed(
+    tiny_model, exact, loads, broken, ahead
+):
+    report = call(
+        "failed",
+        model=tiny_model,
+        policy=SNAPKV,
+        path=exact,
+        store={"loads": loads, "broken": [broken], "failure_policy": "recompute"},
+        async_scheduling=ahead,
+    )
+    assert report["tokens"] == recomputed(tiny_model, "snapkv")
+    assert report["loads"] > 0
+    assert (report["preemptions"] > 0) == (loads == "sync")
+    assert report["wrong"] == []
+    assert report["tracked"] == 0
+
+
+@pytest.mark.slow
+def test_a_failed_load_fails_the_request_by_default(tiny_model, exact):
+    report = call(
+        "failed",
+        model=tiny_model,
+        policy=SNAPKV,
+        path=exact,
+        store={"broken": [320]},
+    )
+    stock = recomputed(tiny_model, "snapkv")
+    assert report["tokens"]["short"] == stock["short"]
+    # The block is among those that the policy computes again, for their queries.
+    assert report["tokens"]["middle"] == stock["middle"]
+    assert report["tokens"]["long"] == []
+    assert report["finished"] == len(LENGTHS)
+    assert report["tracked"] == 0
+
+
+# -- vLLM's ExampleConnector: prefill and decode in two processes --------------------
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (None, "snapkv"),
+        pytest.param(None, "flowkv", marks=pytest.mark.slow),
+        pytest.param(None, "full", marks=pytest.mark.slow),
+        pytest.param("full", "snapkv", marks=pytest.mark.slow),
+        pytest.param("snapkv", "snapkv", marks=pytest.mark.slow),
+    ],
+)
+def test_prefill_and_decode(tiny_model, tmp_path, prefill, decode):
+    names = ["middle", "long"]
+    shared = {"model": tiny_model, "folder": str(tmp_path), "names": names}
+    policy = None if prefill is None else POLICIES[prefill]
+    first = call("shared", policy=policy, role="kv_producer", **shared)
+    assert first["files"] == 2 * 2  # prompts, layers
+    second = call("shared", policy=POLICIES[decode], role="kv_consumer", **shared)
+    expected = recomputed(tiny_model, decode)
+    assert second["tokens"] == {name: expected[name] for name in names}
+    if decode != "flowkv":
+        assert min(second["cached"].values()) > 150
