@@ -172,6 +172,11 @@ class Driver:
         """Blocks that requests can use: all but the null block."""
         return int(self.pool.num_gpu_blocks) - 1
 
+    @property
+    def lookahead_tokens(self) -> int:
+        """Slots that a drafter has beyond the tokens of a step."""
+        return int(self.scheduler.num_lookahead_tokens)
+
     def held_blocks(self) -> set[int]:
         """Ids of the blocks that requests hold in all groups, without duplicates."""
         return {

@@ -74,14 +74,19 @@ def acceptance(llm: Any) -> dict[str, int]:
 
 def speculate(
     model: str,
-    policy: dict[str, Any],
+    policy: dict[str, Any] | None,
     seed: int,
     lengths: list[int],
     max_tokens: int,
-    oracle: bool = True,
+    drafter: dict[str, Any] | None = None,
+    compares_stock: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Tokens without and with speculation, all at once and one by one.
+
+    Args:
+        drafter: vLLM's setting; None: an oracle, which knows the tokens.
+        compares_stock: the engine without speculation has no policy either.
 
     Returns:
         Per kind of run, tokens by request; drafts and accepted drafts; preemptions;
@@ -89,14 +94,14 @@ def speculate(
     """
     sent = prompts(seed, lengths)
     settings = {"skip_tokenizer_init": False, "disable_log_stats": False} | settings
-    plain = Driver(make_llm(model, policy, **settings))
+    plain = Driver(make_llm(model, None if compares_stock else policy, **settings))
     expected = _generate(plain, sent, max_tokens)
-    llm = make_llm(model, policy, speculative_config=NGRAM, **settings)
+    llm = make_llm(model, policy, speculative_config=drafter or NGRAM, **settings)
     driver = Driver(llm)
-    if oracle:
-        drafter = Oracle(driver, seed)
+    if drafter is None:
+        oracle = Oracle(driver, seed)
         for name, prompt in sent.items():
-            drafter.learn(prompt + expected[name])
+            oracle.learn(prompt + expected[name])
     held, together = _watched(driver, sent, max_tokens)
     alone = {}
     for name, prompt in sent.items():
@@ -115,7 +120,8 @@ def speculate(
 
 def _add(driver: Driver, sent: dict[str, list[int]], max_tokens: int) -> None:
     """Send prompts; those of conversations end a turn before the question."""
-    turns = driver.manager.kv_cache_spec.policy.turns
+    policy = getattr(driver.manager.kv_cache_spec, "policy", None)
+    turns = policy.turns if policy else None
     patched = random_tokens(9, 40, VOCABULARY) if turns and turns.history_only else None
     for name, prompt in sent.items():
         ends = [len(prompt) - _QUESTION] if turns else None
@@ -150,8 +156,8 @@ def _watched(
             now = sum(not block.is_null for block in blocks)
             most, _ = held.get(request.request_id.split("-")[0], (0, 0))
             # With room for the drafts of the step that ended, and of the last token.
-            plan = driver.manager.plans.of(request)
-            bound = plan.peak_blocks(request.num_tokens + _DRAFTS)
+            plan, ahead = driver.manager.plans.of(request), driver.lookahead_tokens
+            bound = plan.peak_blocks(request.num_tokens + _DRAFTS, slots_ahead=ahead)
             held[request.request_id.split("-")[0]] = [max(most, now), bound]
     return held, {name: driver.tokens[name] for name in sent}
 
@@ -185,10 +191,29 @@ def talks(
     return {"plain": plain, "speculating": run, **acceptance(drivers[0].llm)}
 
 
-def fuzz(model: str, policy: dict[str, Any], **arguments: Any) -> dict[str, int]:
-    """Random traffic of an engine that looks n-grams up."""
+def stock_acceptance(
+    model: str, drafter: dict[str, Any], seed: int, lengths: list[int], max_tokens: int
+) -> dict[str, int]:
+    """Drafts and accepted drafts without a policy, in the steps of ``speculate``."""
+    settings = {"skip_tokenizer_init": False, "disable_log_stats": False}
+    settings |= {"speculative_config": drafter, "async_scheduling": False}
+    llm = make_llm(model, None, max_model_len=4096, **settings)
+    driver, sent = Driver(llm), prompts(seed, lengths)
+    driver.generate(sent, max_tokens)
+    for name, prompt in sent.items():
+        driver.generate({f"{name}-alone": prompt}, max_tokens)
+    return acceptance(llm)
+
+
+def fuzz(
+    model: str,
+    policy: dict[str, Any],
+    drafter: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> dict[str, int]:
+    """Random traffic of an engine that looks n-grams up, or has a drafter."""
     llms: list[Any] = []
-    settings = {"speculative_config": NGRAM, "disable_log_stats": False}
+    settings = {"speculative_config": drafter or NGRAM, "disable_log_stats": False}
     counts = scenarios_fuzz.fuzz(
         model, policy, started=llms.append, **settings, **arguments
     )

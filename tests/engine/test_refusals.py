@@ -121,10 +121,25 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {"speculative_config": NGRAM, "async_scheduling": True},
         ["[KVP048]", "remove --async-scheduling or --speculative-config"],
     ),
-    "drafter with a cache": (
-        SNAPKV,
+    "session of a drafter with a cache": (
+        SNAPKV | {"sessions": True},
         {"speculative_config": DRAFT_MODEL},
-        ["[KVP004]", "'draft_model'", "ngram, suffix, medusa"],
+        ["[KVP004]", "'draft_model'", '"sessions": false'],
+    ),
+    "drafter with windows": (
+        SNAPKV,
+        {"speculative_config": DRAFT_MODEL | {"model": "mistral"}},
+        ["[KVP004]", "use another draft model"],
+    ),
+    "drafter of a model with windows": (
+        SNAPKV,
+        {"model": "hybrid", "speculative_config": DRAFT_MODEL},
+        ["[KVP004]", "which has others too", "ngram, suffix, medusa"],
+    ),
+    "drafter that has not been tried": (
+        SNAPKV,
+        {"speculative_config": NGRAM | {"method": "ngram_gpu"}},
+        ["[KVP004]", "'ngram_gpu'", "ngram, suffix, medusa, draft_model"],
     ),
     "prefetch with drafts": (
         {"name": "icecache", "prefetch": "step"},

@@ -257,7 +257,9 @@ def test_kvzip_repeats_the_block_just_read():
 # -- what never fits ---------------------------------------------------------
 
 
-def too_large(answer: int, pool: int, runs_ahead: bool = False, **changes):
+def too_large(
+    answer: int, pool: int, runs_ahead: bool = False, slots: tuple = (), **changes
+):
     pytest.importorskip("vllm")
     from vllm_kvplugins.vllm_adapter.config import pool as adapter
 
@@ -265,7 +267,7 @@ def too_large(answer: int, pool: int, runs_ahead: bool = False, **changes):
         {"name": "snapkv", "budget": 512, "prefill_block": 512, **changes}
     )
     plan = policy.plan(Lengths(6144), geometry(32))
-    return adapter.pool_problem(policy, plan, 6144, answer, pool, runs_ahead)
+    return adapter.pool_problem(policy, plan, 6144, answer, pool, runs_ahead, 0, *slots)
 
 
 def test_a_request_that_outgrows_the_pool_is_told_what_to_do():
@@ -279,6 +281,15 @@ def test_a_request_that_outgrows_the_pool_is_told_what_to_do():
     assert "decode_budget" in reason
     assert "larger KV cache" in reason
     assert too_large(100_000, 40, decode_budget=512) is None
+
+
+def test_a_drafter_needs_slots_beyond_the_answer():
+    assert too_large(510, 32) is None
+    assert too_large(510, 32, slots=(3,)) is not None  # 32 blocks during prefill
+    assert too_large(510, 33, slots=(3,)) is None
+    assert too_large(510 + 32, 33, slots=(3,)) is None
+    assert too_large(511 + 32, 33, slots=(3,)) is not None
+    assert too_large(511 + 32, 33, slots=(3, 6144 + 542)) is None
 
 
 @settings(max_examples=30, deadline=None)

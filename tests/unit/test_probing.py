@@ -220,17 +220,13 @@ def test_kvzip_refuses_to_fold():
 
 
 @pytest.mark.parametrize(("size", "codes"), [(64, ()), (128, ("KVP040",))])
-def test_windowed_layers_with_other_heads_are_refused_at_start_up(
-    monkeypatch, size, codes
-):
+def test_windowed_layers_with_other_heads_are_refused_at_start_up(size, codes):
     flat = pytest.importorskip("vllm_kvplugins.vllm_adapter.attention.flat")
     others = {"window": SimpleNamespace(head_size=size)}
-    monkeypatch.setattr(flat, "other_layers", lambda *arguments: others)
     builder = SimpleNamespace(
         runtime=SimpleNamespace(policy=parse_policy({"name": "kvzip"})),
         layers=[SimpleNamespace(head_size=64)],
-        vllm_config=None,
-        layer_names=["full"],
+        _local_attention_layers=lambda: others,
     )
     problems = flat.PolicyBuilder._local_problems(builder)
     assert codes_in("\n".join(problems)) == codes

@@ -72,7 +72,9 @@ def validate(monkeypatch):
         monkeypatch.setattr(checks, "blocks_per_engine", lambda config: pool)
         model = SimpleNamespace(max_model_len=4096, get_vocab_size=lambda: 100)
         config = SimpleNamespace(
-            model_config=model, scheduler_config=SimpleNamespace(async_scheduling=False)
+            model_config=model,
+            scheduler_config=SimpleNamespace(async_scheduling=False),
+            num_lookahead_tokens=0,
         )
         request = SimpleNamespace(
             prompt_token_ids=[1] * prompt,

@@ -4,7 +4,7 @@
 
     pages of the request ── LayerView per layer ── policy.score
         ── allocator: pages per (layer, KV head) ── slots to keep
-        ── compaction.compact: move the kept tokens ── new retained region
+        ── RetainedRegions.compact: move the kept tokens ── new retained region
 """
 
 from __future__ import annotations
@@ -18,16 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from vllm_kvplugins.budgets import PageAllocator
-from vllm_kvplugins.engine.compaction import compact
+from vllm_kvplugins.engine.draft_layers import DraftLayers
 from vllm_kvplugins.engine.heap import Heap
-from vllm_kvplugins.engine.page_table import PageTables
-from vllm_kvplugins.engine.requests import (
-    DueCompaction,
-    PageList,
-    RequestState,
-    Resident,
-    Row,
-)
+from vllm_kvplugins.engine.requests import DueCompaction, PageList, RequestState
+from vllm_kvplugins.engine.retained_regions import RetainedRegions
 from vllm_kvplugins.engine.step_extension import StepExtension
 from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.log_throttle import LogThrottle
@@ -47,32 +41,17 @@ class Compactor:
     """Compacts the requests of one worker.
 
     Attributes:
+        regions: the retained regions in the heap that the policy manages.
         extensions: called before and after the tokens of a request move.
+        draft_layers: compacted with the same scores; None without any.
     """
 
     policy: KVCachePolicy
-    heap: Heap
+    regions: RetainedRegions
     views: Views
-    tables: PageTables
     extensions: Sequence[StepExtension] = ()
+    draft_layers: DraftLayers | None = None
     invalid_scores: InvalidScores = field(default_factory=lambda: InvalidScores())
-
-    def owned(
-        self, row: Row, blocks: torch.Tensor, resident: Resident | None
-    ) -> PageList:
-        """All pages of a request after this step, including the partial last page.
-
-        Args:
-            blocks: int64, physical ids; those in front of the tail are stale.
-        """
-        first = resident.tail_block if resident else 0
-        used = -(-row.after_tokens // self.heap.layout.block_size)
-        plain = PageList.of_blocks(self.heap, blocks[first:used], first)
-        if resident is None:
-            return plain
-        return plain.after(
-            *self.tables.retained(resident.slot_index), resident.positions
-        )
 
     def run(self, due: DueCompaction, state: RequestState) -> torch.Tensor:
         """Compact a request.
@@ -84,66 +63,53 @@ class Compactor:
             int32 [rows, slots], RoPE positions in the retained region, -1 in unused
             slots.
         """
-        row, resident, compaction = due.row, state.resident, due.compaction
-        size = self.heap.layout.block_size
+        row, resident = due.row, state.resident
         if resident is not None:
             for extension in self.extensions:
                 extension.refresh_positions(row.request_id, resident.positions)
-        owned = self.owned(row, due.blocks, resident)
+        owned = self.regions.owned(row, due.blocks, resident)
         for extension in self.extensions:
             observed = extension.before_compaction(due, owned)
             if observed is not None:
                 state.observed = observed
-        # The partial last page is the tail. It does not compete.
-        competing = owned.owned - int(row.after_tokens % size > 0)
-        keep, counts = self._choose_slots(due, state, owned, competing)
-        max_pages = int(competing.max())
-        retained = due.blocks[compaction.retained.start : compaction.retained.stop]
-        after = compact(
-            self.heap,
-            keep,
-            counts,
-            owned.pages[:, :max_pages],
+        competing = self.regions.competing(row, owned)
+        fixed = self.regions.fixed(due.compaction, resident)
+        scores = self._scores(due, state, owned, competing, fixed)
+        keep, counts = choose_slots(
+            self.policy.page_allocator(),
+            due.compaction,
+            scores,
             competing,
-            owned.positions[:, : max_pages * size],
-            # The pages of the retained region, whichever row owns them now.
-            self.heap.page_ids(retained).reshape(-1),
+            fixed,
+            self.regions.heap.layout.block_size,
         )
-        state.resident = Resident(
-            self.tables.assign(after.pages, after.counts, compaction.retained.stop),
-            compaction.at_tokens,
-            compaction.retained.stop,
-            after.positions,
+        if self.draft_layers is not None:
+            self.draft_layers.compact(due, scores, owned.positions)
+        state.resident, pages = self.regions.compact(
+            due, resident, owned, competing, keep, counts
         )
-        # Only now: a request without a slot index would own no pages.
-        if resident is not None:
-            self.tables.release(resident.slot_index)
+        positions = state.resident.positions
         for extension in self.extensions:
-            extension.after_compaction(row.request_id, after.pages, after.positions)
-        return after.positions
+            extension.after_compaction(row.request_id, pages, positions)
+        return positions
 
-    def _choose_slots(
+    def _scores(
         self,
         due: DueCompaction,
         state: RequestState,
         owned: PageList,
         competing: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score the competing slots; returns the result of :func:`choose_slots`."""
-        compaction, size = due.compaction, self.heap.layout.block_size
-        fixed = torch.zeros_like(competing)
-        if compaction.fixed_blocks:
-            assert state.resident is not None, "a first compaction has no fixed blocks"
-            fixed = self.tables.retained(state.resident.slot_index)[1]
+        fixed: torch.Tensor,
+    ) -> torch.Tensor:
+        """The result of :func:`slot_scores`, without invalid scores."""
         scores = slot_scores(
             self.policy, self.views, due, owned, fixed, competing, state
         )
-        room = (len(compaction.retained) - compaction.fixed_blocks) * size
-        scores = self.invalid_scores.replace(
+        compaction = due.compaction
+        room = len(compaction.retained) - compaction.fixed_blocks
+        room *= self.regions.heap.layout.block_size
+        return self.invalid_scores.replace(
             self.policy.name, due.row.request_id, scores, room
-        )
-        return choose_slots(
-            self.policy.page_allocator(), compaction, scores, competing, fixed, size
         )
 
 

@@ -23,6 +23,7 @@ import torch
 
 from vllm_kvplugins.engine.compactor import Compactor, Views
 from vllm_kvplugins.engine.device_memory import bytes_of_requests
+from vllm_kvplugins.engine.draft_layers import DraftLayers
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.page_table import FixedTable, FlatTable, PageTables
 from vllm_kvplugins.engine.probing import ProbeModel, Prober, ProbeRequest
@@ -36,6 +37,7 @@ from vllm_kvplugins.engine.requests import (
     Row,
     UnobservedStep,
 )
+from vllm_kvplugins.engine.retained_regions import RetainedRegions
 from vllm_kvplugins.engine.retrieval.controller import RetrievalController
 from vllm_kvplugins.engine.spans.controller import SpanController
 from vllm_kvplugins.engine.spans.surprisal import SurprisalModel
@@ -67,6 +69,7 @@ class PolicyRuntime:
         tables: page tables of compacted requests; None like ``heap``.
         prober: runs the policy's probes; None if it has none.
         extensions: what the policy does around layers, empty for most policies.
+        draft_layers: layers of a drafter with a KV cache; None without one.
         attending: the extension that computes the attention of rows of this step;
             None = no row needs it.
         records: compactions since recording started; None = recording is off.
@@ -81,6 +84,7 @@ class PolicyRuntime:
         self.tables: PageTables | None = None
         self.prober: Prober | None = None
         self.extensions: list[StepExtension] = []
+        self.draft_layers: DraftLayers | None = None
         self.attending: StepExtension | None = None
         self.records: list[Record] | None = None
         self.graph_table_bytes = 0
@@ -107,6 +111,7 @@ class PolicyRuntime:
         model: ProbeModel | None = None,
         surprisal: SurprisalModel | None = None,
         rules: Sequence[LogitRules] = (),
+        draft_heap: Heap | None = None,
     ) -> None:
         """Use this KV cache from now on.
 
@@ -117,6 +122,7 @@ class PolicyRuntime:
             surprisal: computes surprisal; only span policies need it.
             rules: what a layer does to logits besides scaling, per layer; empty:
                 nothing.
+            draft_heap: the cache of the drafter's layers, if it has any.
         """
         policy, views = self.policy, Views(heap, list(scales), rotary, list(rules))
         self.heap = heap
@@ -144,7 +150,15 @@ class PolicyRuntime:
             policy.page_allocator().uniform,
             heap.pages.device,
         )
-        self._compactor = Compactor(policy, heap, views, self.tables, self.extensions)
+        if draft_heap is not None:
+            self.draft_layers = DraftLayers(draft_heap, heap)
+        self._compactor = Compactor(
+            policy,
+            RetainedRegions(heap, self.tables),
+            views,
+            self.extensions,
+            self.draft_layers,
+        )
 
     def unbind_heap(self) -> None:
         """Drop a KV cache that vLLM has freed; it makes one to measure CUDA graphs."""
@@ -152,7 +166,7 @@ class PolicyRuntime:
         for extension in self.extensions:
             extension.close()
         self.heap = self.tables = self._compactor = None
-        self.prober = self.attending = None
+        self.prober = self.attending = self.draft_layers = None
         self.extensions = []
 
     def plan(
@@ -407,7 +421,7 @@ class PolicyRuntime:
         """The pages of a request after this step."""
         assert self._compactor is not None
         resident = self.request_state(row.request_id).resident
-        return self._compactor.owned(row, blocks, resident)
+        return self._compactor.regions.owned(row, blocks, resident)
 
     # -- sessions: called between steps, whose tensors they change ---------------
 
@@ -487,6 +501,18 @@ class PolicyRuntime:
                 if state is not None:
                     extension.discard(state)
 
+    def clear_blocks(self, blocks: torch.Tensor) -> None:
+        """Zero all keys and values of these blocks, if the heap is bound.
+
+        Args:
+            blocks: int64, physical ids.
+        """
+        if self.heap is not None:
+            self.heap.clear(blocks.to(self.heap.pages.device))
+        if self.draft_layers is not None:
+            heap = self.draft_layers.heap
+            heap.clear(blocks.to(heap.pages.device))
+
     # -- requests that end -----------------------------------------------------
 
     def finish(self, request_ids: Iterable[str]) -> None:
@@ -502,6 +528,8 @@ class PolicyRuntime:
             self._due = [due for due in self._due if due.row.request_id != request_id]
             for extension in self.extensions:
                 extension.forget([request_id])
+            if self.draft_layers is not None:
+                self.draft_layers.forget(request_id)
             if state is not None and state.resident is not None:
                 assert self.tables is not None
                 self.tables.release(state.resident.slot_index)
@@ -518,6 +546,8 @@ class PolicyRuntime:
         observations do not count: they are temporary.
         """
         num_bytes = sum(each.device_bytes(request_id) for each in self.extensions)
+        if self.draft_layers is not None:
+            num_bytes += self.draft_layers.device_bytes(request_id)
         resident = self.request_state(request_id).resident
         if resident is None or self.tables is None:
             return num_bytes
@@ -538,6 +568,8 @@ class PolicyRuntime:
             return 0
         num_bytes = self.tables.num_bytes + self.graph_table_bytes
         num_bytes += sum(each.allocated_device_bytes for each in self.extensions)
+        if self.draft_layers is not None:
+            num_bytes += self.draft_layers.allocated_device_bytes
         states = self._requests.values()
         return num_bytes + bytes_of_requests(states, self.tables.device)
 
@@ -546,15 +578,18 @@ class PolicyRuntime:
         if self.tables is None:  # no step has run yet
             assert not self._requests, "request state without a heap"
             return
-        slot_indices = [
-            state.resident.slot_index
-            for state in self._requests.values()
+        residents = {
+            name: state.resident
+            for name, state in self._requests.items()
             if state.resident
-        ]
+        }
+        slot_indices = [each.slot_index for each in residents.values()]
         assert len(set(slot_indices)) == len(slot_indices), (
             f"slot indices shared: {sorted(slot_indices)}"
         )
         assert self.tables.num_slot_indices == len(slot_indices), "slot indices leaked"
+        if self.draft_layers is not None:
+            self.draft_layers.check_integrity(set(residents))
         for extension in self.extensions:
             extension.check_integrity()
             assert extension.num_requests <= len(slot_indices), (

@@ -290,17 +290,35 @@ class ResidencyPlan:
         done = self.num_done(computed_tokens)
         return total - (self.compaction(done - 1).retained.start if done else 0)
 
-    def peak_blocks(self, total_tokens: int, since: int = 0) -> int:
+    def peak_blocks(
+        self,
+        total_tokens: int,
+        since: int = 0,
+        slots_ahead: int = 0,
+        max_slots: int | None = None,
+    ) -> int:
         """Largest number of held blocks at any count up to ``total_tokens``.
 
         Args:
             since: number of compactions before the request's first step; 1 if it
                 continues a compacted session.
+            slots_ahead: slots that a request has beyond its computed tokens, which
+                drafts of speculative decoding need.
+            max_slots: slots that a request has at most; None: no limit.
         """
-        block_counts = [self.resident_blocks(total_tokens)]
-        for index in range(since, self.num_done(total_tokens)):
+
+        def blocks_at(tokens: int) -> int:
+            slots = tokens + slots_ahead
+            if max_slots is not None:
+                slots = min(slots, max_slots)
+            return -(-slots // self.block_size)
+
+        done = self.num_done(total_tokens)
+        first_held = self.compaction(done - 1).retained.start if done else 0
+        block_counts = [blocks_at(total_tokens) - first_held]
+        for index in range(since, done):
             compaction = self.compaction(index)
             # Just before a compaction frees, all its candidates are still held.
-            blocks = -(-compaction.at_tokens // self.block_size)
+            blocks = blocks_at(compaction.at_tokens)
             block_counts.append(blocks - compaction.candidates.start)
         return max(block_counts)

@@ -27,6 +27,8 @@ from vllm_kvplugins.engine.heap import FP8_DTYPES
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.vllm_adapter.attention.flat import (
+    DraftBuilder,
+    FlatBuilder,
     PolicyBuilder,
     PolicyImpl,
     Scope,
@@ -40,9 +42,11 @@ class PagedPolicyBackend(CPUAttentionBackend):
 
     Attributes:
         stock_backend: for layers that the policy leaves to vLLM.
+        draft_backend: for layers of a drafter.
     """
 
     stock_backend = CPUAttentionBackend
+    draft_backend: type[CPUAttentionBackend]
 
     @staticmethod
     def get_impl_cls() -> type[PagedPolicyImpl]:
@@ -51,6 +55,17 @@ class PagedPolicyBackend(CPUAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[PagedPolicyMetadataBuilder]:
         return PagedPolicyMetadataBuilder
+
+
+class PagedDraftBackend(PagedPolicyBackend):
+    """The same for the layers of a drafter."""
+
+    @staticmethod
+    def get_builder_cls() -> type[PagedDraftMetadataBuilder]:
+        return PagedDraftMetadataBuilder
+
+
+PagedPolicyBackend.draft_backend = PagedDraftBackend
 
 
 @dataclass
@@ -66,8 +81,15 @@ class PagedPolicyMetadata(CPUAttentionMetadata):
     row_query_start: torch.Tensor | None = None
 
 
-class PagedPolicyMetadataBuilder(PolicyBuilder, CPUAttentionMetadataBuilder):
-    """Adds the flat page tables to the stock metadata."""
+class PagedMetadata(FlatBuilder):
+    """Mixin of builders: adds the flat page tables to the stock metadata."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    isa: str
+    kv_cache_dtype: str
 
     reorder_batch_threshold = None
 
@@ -78,9 +100,14 @@ class PagedPolicyMetadataBuilder(PolicyBuilder, CPUAttentionMetadataBuilder):
         )
 
     def build(
-        self, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> PagedPolicyMetadata:
-        stock = super().build(common_prefix_len, common, *args, **kwargs)
+        common = common_attn_metadata  # the drafter passes it by name
+        stock = super().build(common_prefix_len, common, *args, **kwargs)  # type: ignore[misc]
         metadata = PagedPolicyMetadata(**vars(stock))
         table = self.begin_step(common)
         num_rows = common.num_reqs
@@ -120,6 +147,18 @@ class PagedPolicyMetadataBuilder(PolicyBuilder, CPUAttentionMetadataBuilder):
         )
 
 
+class PagedPolicyMetadataBuilder(
+    PagedMetadata, PolicyBuilder, CPUAttentionMetadataBuilder
+):
+    """The builder of the layers that the policy manages."""
+
+
+class PagedDraftMetadataBuilder(
+    PagedMetadata, DraftBuilder, CPUAttentionMetadataBuilder
+):
+    """The builder of the layers of a drafter."""
+
+
 class PagedPolicyImpl(PolicyImpl, CPUAttentionBackendImpl):
     """Attention of one layer through the flat page tables."""
 
@@ -128,7 +167,7 @@ class PagedPolicyImpl(PolicyImpl, CPUAttentionBackendImpl):
     attends_with_softcap = True
     kv_scales = (1.0, 1.0)
 
-    def bind(self, runtime: PolicyRuntime, layer_index: int, layer: Any) -> None:
+    def bind(self, runtime: PolicyRuntime, layer_index: int | None, layer: Any) -> None:
         super().bind(runtime, layer_index, layer)
         self.kv_scales = layer._k_scale_float, layer._v_scale_float
 

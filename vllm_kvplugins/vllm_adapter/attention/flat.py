@@ -14,6 +14,7 @@ head, token), and their outputs back::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +51,11 @@ class Scope:
     schedule: Any = None  # the kernel's plan, if it needs one
 
 
-class PolicyBuilder(ABC):
-    """Mixin of metadata builders: starts each step and binds the heap.
+class FlatBuilder(ABC):
+    """Mixin of metadata builders of layers that attend over page lists.
 
     Attributes:
+        layers: the attention layers of the builder.
         context: context of the worker that these layers belong to.
     """
 
@@ -62,38 +64,96 @@ class PolicyBuilder(ABC):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        layers = get_layers_from_vllm_config(
-            self.vllm_config, Attention, self.layer_names
-        )
-        self.layers = [layers[name] for name in self.layer_names]
+        self.layers = self._attention_layers(self.layer_names)
         self.context = context_of_layers(self.layers)
         self.runtime = self.context.runtime
-        self.rotary = rotary_of(self.context.runner.model, self.layers)
         refuse(
             f"KV policy {self.runtime.policy.name!r} cannot run with this model",
-            [
-                *group_problems(self.layer_names, self.runtime),
-                *self._local_problems(),
-                *rotary_problems(self.runtime.policy, self.rotary),
-                *(
-                    problem
-                    for name, layer in zip(self.layer_names, self.layers, strict=True)
-                    for problem in layer_problems(name, layer, self.runtime.policy)
-                ),
-            ],
+            self._problems(),
         )
+
+    def _attention_layers(self, names: Sequence[str]) -> list[Any]:
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention, list(names))
+        return [layers[name] for name in names]
+
+    def _problems(self) -> list[str]:
+        """Why the layers cannot attend over page lists."""
+        return [
+            problem
+            for name, layer in zip(self.layer_names, self.layers, strict=True)
+            for problem in layer_problems(name, layer, self.runtime.policy)
+        ]
+
+    @abstractmethod
+    def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
+        """The layout of a page as this backend's kernel packs it."""
+
+    @abstractmethod
+    def begin_step(
+        self, common: Any, into: FixedTable | None = None, dummy: bool = False
+    ) -> FlatTable:
+        """Page lists and lengths of the sequences of a forward pass.
+
+        Args:
+            into: the table to write to; None = new tensors.
+            dummy: whether the step has no requests.
+        """
+
+    def _heap_of(self, layers: list[Any]) -> Heap:
+        _, _, block_size, content = layers[0].kv_cache.shape
+        return build_heap(layers, self.page_layout(block_size, content // 2))
+
+
+class DraftBuilder(FlatBuilder):
+    """Mixin of metadata builders of a drafter's layers.
+
+    vLLM makes two of them: one next to the model's, and one that the drafter uses. The
+    drafter's is made with the first layer, and gets the names of the others later.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.context.draft_heap = self._draft_heap
+
+    def _draft_heap(self) -> Heap:
+        return self._heap_of(self._attention_layers(self.context.draft_layers))
+
+    def begin_step(
+        self, common: Any, into: FixedTable | None = None, dummy: bool = False
+    ) -> FlatTable:
+        self.context.ensure_heap()
+        draft_layers, num_rows = self.runtime.draft_layers, common.num_reqs
+        assert draft_layers is not None, "the heap was bound without draft layers"
+        return draft_layers.build(
+            [] if dummy else self.context.runner.request_ids(common),
+            common.seq_lens[:num_rows],
+            common.block_table_tensor[:num_rows],
+        )
+
+
+class PolicyBuilder(FlatBuilder):
+    """Mixin of metadata builders: starts each step and binds the heap."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         for index, layer in enumerate(self.layers):
             layer.impl.bind(self.runtime, index, layer)
         self.context.register_heap_binding(self._bind_heap)
+
+    def _problems(self) -> list[str]:
+        self.rotary = rotary_of(self.context.runner.model, self.layers)
+        return [
+            *group_problems(self.layer_names, self.runtime),
+            *self._local_problems(),
+            *rotary_problems(self.runtime.policy, self.rotary),
+            *super()._problems(),
+        ]
 
     def _local_problems(self) -> list[str]:
         """Whether probes can read the pages of layers without the policy."""
         if self.runtime.policy.probing is None:
             return []
-        size, layers = (
-            self.layers[0].head_size,
-            other_layers(self.vllm_config, self.layer_names),
-        )
+        size, layers = self.layers[0].head_size, self._local_attention_layers()
         return [
             coded(
                 "KVP040",
@@ -105,19 +165,14 @@ class PolicyBuilder(ABC):
             if layer.head_size != size
         ]
 
-    @abstractmethod
-    def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
-        """The layout of a page as this backend's kernel packs it."""
+    def _local_attention_layers(self) -> dict[str, Any]:
+        """The model's attention layers that the policy does not manage, by name."""
+        skipped = {*self.layer_names, *self.context.draft_layers}
+        return other_layers(self.vllm_config, skipped)
 
     def begin_step(
         self, common: Any, into: FixedTable | None = None, dummy: bool = False
     ) -> FlatTable:
-        """Page lists and lengths of a step's sequences.
-
-        Args:
-            into: the table to write to; None = new tensors.
-            dummy: whether the step has no requests.
-        """
         self.context.ensure_heap()
         num_rows = common.num_reqs
         return self.runtime.begin_step(
@@ -129,21 +184,23 @@ class PolicyBuilder(ABC):
 
     def _bind_heap(self) -> None:
         """Give the heap to the runtime. vLLM allocates caches before the first step."""
-        _, _, block_size, content = self.layers[0].kv_cache.shape
         model = self.context.runner.model
         surprisal = self.context.new_surprisal_model
-        layout = self.page_layout(block_size, content // 2)
+        heap = self._heap_of(self.layers)
         probes = self.runtime.policy.probing is not None
-        local = (
-            local_layers(self.vllm_config, self.layer_names, layout) if probes else {}
-        )
+        others = self._local_attention_layers() if probes else {}
+        local = {
+            name: local_layer(layer, heap.layout) for name, layer in others.items()
+        }
+        make_draft_heap = self.context.draft_heap
         self.runtime.bind_heap(
-            build_heap(self.layers, layout),
+            heap,
             [layer.impl.scale for layer in self.layers],
             self.rotary,
             probe_model(self.vllm_config, model, self.layer_names, local),
             surprisal(model) if self.runtime.policy.spans else None,
             [logit_rules(layer.impl) for layer in self.layers],
+            None if make_draft_heap is None else make_draft_heap(),
         )
 
 
@@ -162,8 +219,13 @@ class PolicyImpl(ABC):
     attends_with_sinks = False
     attends_with_softcap = False
 
-    def bind(self, runtime: PolicyRuntime, layer_index: int, layer: Any) -> None:
-        """Called once by the metadata builder, which knows the index of the layer."""
+    def bind(self, runtime: PolicyRuntime, layer_index: int | None, layer: Any) -> None:
+        """Called once, before the first step.
+
+        Args:
+            layer_index: among the layers that the policy manages; None: a layer of a
+                drafter.
+        """
         self.runtime = runtime
         self.layer_index = layer_index
 
@@ -211,6 +273,9 @@ class PolicyImpl(ABC):
             )
             return stock
         runtime = self.runtime
+        if self.layer_index is None:
+            self.attend(query, kv_cache, attn_metadata, output)
+            return output
         runtime.before_layer(self.layer_index, query)
         attending = runtime.attending
         if attending is None or not attending.attends_all(self.layer_index):
@@ -242,6 +307,7 @@ class PolicyImpl(ABC):
         assert prober is not None
         if metadata.local is not None:
             return prober.attend_local(metadata.local, query, key, value)
+        assert self.layer_index is not None, "a probe ran a draft layer"
         return prober.attend(self.layer_index, query, key, value)
 
     def scope(
@@ -251,6 +317,7 @@ class PolicyImpl(ABC):
         if len(metadata.scopes) == 1:
             return metadata.scopes[0], kv_cache.flatten(0, 1).flatten(1)
         assert self.runtime.heap is not None
+        assert self.layer_index is not None, "draft layers share one scope"
         return metadata.scopes[self.layer_index], self.runtime.heap.pages
 
 
@@ -260,28 +327,18 @@ def logit_rules(impl: Any) -> LogitRules:
     return LogitRules(sinks, float(impl.logits_soft_cap or 0))
 
 
-def local_layers(
-    vllm_config: Any, managed: list[str], layout: PageLayout
-) -> dict[str, LocalLayer]:
-    """The attention layers that the policy does not manage, as probes read them.
-
-    Args:
-        managed: names of the layers that the policy manages.
-        layout: of their pages.
-
-    """
-    others = other_layers(vllm_config, managed)
-    return {name: local_layer(layer, layout) for name, layer in others.items()}
-
-
-def other_layers(vllm_config: Any, managed: list[str]) -> dict[str, Any]:
-    """The attention layers that the policy does not manage."""
+def other_layers(vllm_config: Any, skipped: Set[str]) -> dict[str, Any]:
+    """The attention layers of the process, without some of them, by name."""
     layers = get_layers_from_vllm_config(vllm_config, Attention)
-    return {name: layer for name, layer in layers.items() if name not in managed}
+    return {name: layer for name, layer in layers.items() if name not in skipped}
 
 
 def local_layer(layer: Any, layout: PageLayout) -> LocalLayer:
-    """One attention layer that the policy does not manage."""
+    """One attention layer that the policy does not manage, as probes read it.
+
+    Args:
+        layout: of the pages of the layers that the policy manages.
+    """
     cache, impl = layer.kv_cache, layer.impl
     num_blocks, num_kv_heads = cache.shape[:2]
     assert cache[0, 0].numel() == layout.page_elems, "the builder has checked the heads"

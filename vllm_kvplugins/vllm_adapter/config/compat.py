@@ -179,13 +179,18 @@ class RunnerV1:
         """The loaded model."""
         return self._runner.model
 
-    def rows(self, metadata: CommonAttentionMetadata) -> list[Row]:
+    def request_ids(self, metadata: CommonAttentionMetadata) -> list[str]:
         """The step's requests in batch order; none in a dummy batch."""
         if self._in_dummy_run:
             return []
-        batch = self._runner.input_batch
-        request_ids = batch.req_ids[: metadata.num_reqs]
-        return _rows(metadata, request_ids, batch.num_prompt_tokens, self.draft_tokens)
+        names: list[str] = self._runner.input_batch.req_ids[: metadata.num_reqs]
+        return names
+
+    def rows(self, metadata: CommonAttentionMetadata) -> list[Row]:
+        """The rows of ``request_ids``."""
+        prompt_tokens = self._runner.input_batch.num_prompt_tokens
+        request_ids = self.request_ids(metadata)
+        return _rows(metadata, request_ids, prompt_tokens, self.draft_tokens)
 
     def replace_generators(
         self, replacement: Callable[[torch.Generator], torch.Generator]
@@ -256,7 +261,7 @@ class RunnerV2:
         """The loaded model."""
         return self._runner.model
 
-    def rows(self, metadata: CommonAttentionMetadata) -> list[Row]:
+    def request_ids(self, metadata: CommonAttentionMetadata) -> list[str]:
         """The step's requests in batch order; none in a dummy batch."""
         states = self._runner.req_states
         indices = metadata.req_idx
@@ -267,10 +272,15 @@ class RunnerV2:
             return []
         if any(int(i) not in states.index_to_req_id for i in indices):
             return []  # warm-up
-        request_ids = [states.index_to_req_id[int(i)] for i in indices]
-        return _rows(
-            metadata, request_ids, states.prompt_len.np[indices], self.draft_tokens
-        )
+        return [states.index_to_req_id[int(i)] for i in indices]
+
+    def rows(self, metadata: CommonAttentionMetadata) -> list[Row]:
+        """The rows of ``request_ids``."""
+        request_ids = self.request_ids(metadata)
+        if not request_ids:
+            return []
+        prompt_tokens = self._runner.req_states.prompt_len.np[metadata.req_idx]
+        return _rows(metadata, request_ids, prompt_tokens, self.draft_tokens)
 
     def replace_generators(
         self, replacement: Callable[[torch.Generator], torch.Generator]

@@ -35,6 +35,8 @@ def pool_problem(
     pool_blocks: int,
     runs_ahead: bool,
     other_blocks: int = 0,
+    slots_ahead: int = 0,
+    max_slots: int | None = None,
 ) -> str | None:
     """Why a request never fits in the pool; None if it fits.
 
@@ -47,10 +49,12 @@ def pool_problem(
         runs_ahead: with async scheduling, a step allocates its block before the step
             in flight has freed its own.
         other_blocks: blocks that layers without a policy hold at the same time.
+        slots_ahead, max_slots: as in ``ResidencyPlan.peak_blocks``.
     """
     # vLLM never computes the KV entries of the answer's last token.
     last = prompt_tokens + max(answer_tokens, 1) - 1
-    need = plan.peak_blocks(last) + runs_ahead + other_blocks
+    held = plan.peak_blocks(last, slots_ahead=slots_ahead, max_slots=max_slots)
+    need = held + runs_ahead + other_blocks
     if need <= pool_blocks:
         return None
     return coded(

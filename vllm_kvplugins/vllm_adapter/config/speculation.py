@@ -6,6 +6,8 @@ and all after it. Under a policy, no rejected draft may leave a trace:
 - Compactions run after steps without drafts (``ResidencyPlan.clip_chunk``).
 - Votes and kept queries count accepted tokens only (``PolicyRuntime``).
 - Each draft retrieves with its own query, as without speculation.
+- The layers of a drafter with a KV cache keep the tokens that the model's layers keep
+  (``engine/draft_layers.py``). The drafter runs before the compaction of its step.
 
 The scheduler plans a step when it knows which drafts of the step before were accepted,
 so asynchronous scheduling is off.
@@ -15,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvplugins.errors import coded
-from vllm_kvplugins.model_config import STATE
+from vllm_kvplugins.model_config import FULL, STATE, layer_types
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
 
     from vllm_kvplugins.policies.base import KVCachePolicy
 
-# Drafters without a KV cache of their own.
-_METHODS = ("ngram", "suffix", "medusa")
+# Drafters without a KV cache, and with one.
+_WITHOUT_CACHE = ("ngram", "suffix", "medusa")
+_WITH_CACHE = ("draft_model",)
 
 
 def argument_problems(args: EngineArgs) -> list[str]:
@@ -60,21 +63,26 @@ def without_async_scheduling(args: EngineArgs) -> Iterator[None]:
 
 
 def problems(
-    vllm_config: VllmConfig, policy: KVCachePolicy, types: Sequence[str]
+    vllm_config: VllmConfig,
+    policy: KVCachePolicy,
+    types: Sequence[str],
+    uses_sessions: bool,
 ) -> list[str]:
     """Why a policy cannot run with this speculative decoding.
 
     Args:
-        types: attention type of each layer.
+        types: attention type of each layer of the model.
     """
     speculative = vllm_config.speculative_config
     if speculative is None:
         return []
-    reasons = []
-    if speculative.method not in _METHODS:
+    reasons: list[str] = []
+    if speculative.method in _WITH_CACHE:
+        reasons += _cache_problems(vllm_config, types, uses_sessions)
+    elif speculative.method not in _WITHOUT_CACHE:
         reasons.append(
-            f"drafter {speculative.method!r} is not one of those without a KV cache "
-            "that run under a policy; use one of " + ", ".join(_METHODS)
+            f"drafter {speculative.method!r} has not been tried under a policy; use "
+            "one of " + ", ".join((*_WITHOUT_CACHE, *_WITH_CACHE))
         )
     if vllm_config.use_v2_model_runner:
         reasons.append(
@@ -92,3 +100,44 @@ def problems(
             'step, and each draft selects with its own; use "prefetch": "off"'
         )
     return [coded("KVP004", f"speculative decoding: {reason}") for reason in reasons]
+
+
+def _cache_problems(
+    vllm_config: VllmConfig, types: Sequence[str], uses_sessions: bool
+) -> Iterator[str]:
+    """Why a drafter with a KV cache cannot run, without code."""
+    from vllm.platforms import current_platform
+
+    speculative = vllm_config.speculative_config
+    without = f"use a drafter without a KV cache ({', '.join(_WITHOUT_CACHE)})"
+    drafter = f"drafter {speculative.method!r} has a KV cache, and"
+    if not current_platform.is_cpu():
+        yield f"{drafter} its layers follow a policy on CPUs only so far; {without}"
+    if vllm_config.parallel_config.world_size > 1:
+        yield f"{drafter} its layers follow a policy on one rank only so far; {without}"
+    if any(kind != FULL for kind in types):
+        yield (
+            f"{drafter} vLLM would not keep it in the blocks of the full-attention "
+            f"layers of this model, which has others too; {without}"
+        )
+    if any(kind != FULL for kind in _draft_types(speculative.draft_model_config)):
+        yield (
+            f"{drafter} some of its layers do not attend to all earlier tokens; use "
+            "another draft model"
+        )
+    if uses_sessions:
+        yield (
+            f"{drafter} a session stores the cache of the model only; set "
+            '"sessions": false'
+        )
+    if speculative.parallel_drafting:
+        yield (
+            f"{drafter} it drafts all tokens at once, which has not been tried; remove "
+            '"parallel_drafting"'
+        )
+
+
+def _draft_types(model: Any) -> tuple[str, ...]:
+    """Attention type of each layer of a draft model."""
+    config = model.hf_text_config
+    return layer_types(config, getattr(config, "num_hidden_layers", 0))

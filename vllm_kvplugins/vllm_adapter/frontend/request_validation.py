@@ -209,6 +209,8 @@ def _check_pool(vllm_config: VllmConfig, policy: KVCachePolicy, request: Any) ->
             pool_blocks,
             runs_ahead,
             other_blocks(vllm_config, prompt_tokens + answer_tokens),
+            vllm_config.num_lookahead_tokens,
+            max_model_len,
         )
 
     _fit_answer(vllm_config, request, problem_of)

@@ -22,13 +22,18 @@ def resolve(settings: dict[str, Any], policy: KVCachePolicy) -> dict[str, Any]:
 
     Deprecated names are replaced, so that no other process warns about them.
     """
-    on = parse_sessions(settings).on_for(policy.turns is not None)
+    on = are_on(settings, policy)
     return rename_deprecated(settings) | {"sessions": on}
+
+
+def are_on(settings: dict[str, Any], policy: KVCachePolicy) -> bool:
+    """Whether sessions are on, by the settings or by default."""
+    return parse_sessions(settings).on_for(policy.turns is not None)
 
 
 def hybrid_problems(settings: dict[str, Any], policy: KVCachePolicy) -> list[str]:
     """Why sessions cannot be used with layers that the policy leaves to vLLM."""
-    if not parse_sessions(settings).on_for(policy.turns is not None):
+    if not are_on(settings, policy):
         return []
     return [
         coded(

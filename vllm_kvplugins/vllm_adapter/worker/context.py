@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvplugins.config import parse_sessions
+from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.sessions.store import SessionStore
@@ -52,10 +53,15 @@ class WorkerContext:
     Attributes:
         runtime: follows requests and compacts them.
         session_store: the worker's sessions; None if sessions are off.
+        draft_layers: names of the layers of a drafter, in the order of their caches.
+        draft_heap: makes the heap of these layers, once their caches exist; None
+            before their metadata builder exists.
     """
 
     runtime: PolicyRuntime
     session_store: SessionStore | None = None
+    draft_layers: tuple[str, ...] = ()
+    draft_heap: Callable[[], Heap] | None = field(default=None, repr=False)
     _runner: compat.RunnerV1 | compat.RunnerV2 | None = None
     _surprisal: LogitsSurprisal | None = None
     _bind_heap: Callable[[], None] | None = field(default=None, repr=False)

@@ -18,6 +18,7 @@ from vllm_kvplugins.vllm_adapter.config.request_params import (
 )
 from vllm_kvplugins.vllm_adapter.scheduler.composed_connector import our_metadata
 from vllm_kvplugins.vllm_adapter.scheduler.spec import is_managed, with_policy
+from vllm_kvplugins.vllm_adapter.worker import draft_layers
 from vllm_kvplugins.vllm_adapter.worker.context import WorkerContext
 from vllm_kvplugins.vllm_adapter.worker.other_layers import (
     geometry_problems,
@@ -71,15 +72,26 @@ class PolicyWorker:
         are their specs, but for one that would crash vLLM on a CPU.
         """
         runtime = self.kv_policy.runtime
+        layers = self.vllm_config.compilation_config.static_forward_context
         specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
-        managed = [spec for spec in specs.values() if is_managed(spec)]
+        drafts = draft_layers.names(self.model_runner.model, layers, specs)
+        self.kv_policy.draft_layers = drafts
+        managed = [
+            spec
+            for name, spec in specs.items()
+            if is_managed(spec) and name not in drafts
+        ]
         refuse(
             f"KV policy {runtime.policy.name!r} cannot run with this model",
-            geometry_problems(managed, self.vllm_config, runtime.geometry),
+            [
+                *geometry_problems(managed, self.vllm_config, runtime.geometry),
+                *draft_layers.problems(drafts, specs),
+            ],
         )
-        layers = self.vllm_config.compilation_config.static_forward_context
         for name, spec in specs.items():
-            if not is_managed(spec):
+            if name in drafts:
+                draft_layers.use_draft_backend(layers[name], runtime)
+            elif not is_managed(spec):
                 use_stock_backend(layers[name])
         return {
             name: with_policy(spec, runtime.policy, runtime.geometry)
@@ -133,11 +145,10 @@ class PolicyWorker:
         vLLM's runner would do it after sessions are restored. Their earlier owners have
         been saved or compacted above.
         """
-        heap = self.kv_policy_runtime.heap
         fresh = scheduler_output.new_block_ids_to_zero
         scheduler_output.new_block_ids_to_zero = None
-        if heap is not None and fresh:  # without a heap no block was written
-            heap.clear(torch.tensor(fresh, device=heap.pages.device))
+        if fresh:
+            self.kv_policy_runtime.clear_blocks(torch.tensor(fresh))
 
     # -- called through LLM.collective_rpc ----------------------------------------
 

@@ -1,0 +1,165 @@
+"""Drafters with a KV cache: their layers follow a policy, and its tokens do not change.
+
+A drafter that is a copy of the model shows what its layers keep: it is right as long
+as they keep the tokens that the model's layers keep, and wrong only in drafts that it
+made before a compaction. A noisy copy is sometimes right and sometimes wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draft_models import drafter, write_copy_with_more_heads, write_noisy_copy
+from harness import run_scenario
+from policy_settings import SMALL_BUDGETS, configure
+
+pytestmark = pytest.mark.engine
+
+SEED = 5
+LENGTHS = [40, 130, 300, 410, 555, 700]
+FULL = {"name": "full"}
+DRAFTS = 3
+_ALL = os.environ.get("KVP_TEST_TIER") == "all"
+SMALL = SMALL_BUDGETS | {"budget": 64, "skip_layers": 0}
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    return configure(name, SMALL) | {"sessions": False}
+
+
+@pytest.fixture(scope="module")
+def noisy(tiny_model, tmp_path_factory) -> dict[str, Any]:
+    """A drafter that the model accepts about half of the time."""
+    folder: Path = tmp_path_factory.mktemp("noisy") / "model"
+    print("seed", SEED)
+    return drafter(write_noisy_copy(folder, tiny_model, SEED, noise=0.05))
+
+
+def speculate(
+    model: str, policy: dict[str, Any], drafts: dict[str, Any], **arguments: Any
+) -> dict[str, Any]:
+    """A run whose tokens, blocks and state are those without speculation."""
+    arguments = {
+        "lengths": LENGTHS,
+        "max_tokens": 120,
+        "seed": SEED,
+        "max_model_len": 4096,
+    } | arguments
+    run: dict[str, Any] = run_scenario(
+        "scenarios_speculation:speculate",
+        {"model": model, "policy": policy, "drafter": drafts} | arguments,
+        timeout=580,
+    )
+    print({key: run[key] for key in ("drafts", "accepted", "compactions")})
+    for kind in ("together", "alone"):
+        assert run[kind] == run["plain"], kind
+    for request, (most, bound) in run["held"].items():
+        assert most <= bound, f"{request} held {most} blocks, {bound} are planned"
+    assert run["tracked"] == run["held_blocks"] == 0
+    return run
+
+
+def check_mixed(run: dict[str, Any]) -> None:
+    """Many drafts were accepted, and many were rejected."""
+    assert 0.2 * run["drafts"] < run["accepted"] < 0.9 * run["drafts"], run
+
+
+def check_copied(run: dict[str, Any]) -> None:
+    """Only drafts made before a compaction were rejected."""
+    rejected = run["drafts"] - run["accepted"]
+    assert rejected <= DRAFTS * run["compactions"] < run["drafts"] / 2, run
+
+
+def test_tokens_and_accepted_drafts_are_those_of_stock(tiny_model, noisy):
+    run = speculate(tiny_model, FULL, noisy, compares_stock=True)
+    check_mixed(run)
+    stock = run_scenario(
+        "scenarios_speculation:stock_acceptance",
+        {
+            "model": tiny_model,
+            "drafter": noisy,
+            "seed": SEED,
+            "lengths": LENGTHS,
+            "max_tokens": 120,
+        },
+    )
+    assert {key: run[key] for key in stock} == stock
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "snapkv",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("flowkv", "pyramidkv", "h2o", "kvzip", "icecache", "sekv")
+        ),
+    ],
+)
+def test_tokens_are_those_without_drafts(tiny_model, noisy, name):
+    """Also with compactions while a request generates, where the policy has them."""
+    run = speculate(tiny_model, settings_of(name), noisy)
+    assert run["compactions"] >= len(LENGTHS)
+    assert run["accepted"] > run["drafts"] / 20
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("snapkv", "the same"),
+        pytest.param("snapkv", "more", marks=pytest.mark.slow),
+        pytest.param("flowkv", "the same", marks=pytest.mark.slow),
+        pytest.param("full", "more", marks=pytest.mark.slow),
+    ],
+)
+def test_a_copy_of_the_model_keeps_the_same_tokens(tiny_model, tmp_path, name, heads):
+    """With as many KV heads as the model, and with twice as many."""
+    path = Path(tiny_model)
+    if heads == "more":
+        path = write_copy_with_more_heads(tmp_path / "copy", tiny_model)
+    run = speculate(tiny_model, settings_of(name), drafter(path))
+    check_copied(run)
+    assert (run["compactions"] > 0) == (name != "full")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "snapkv", "flowkv", "sekv"])
+def test_preempted_requests_go_on_as_without_drafts(tiny_model, noisy, name):
+    run = speculate(
+        tiny_model,
+        settings_of(name) | ({"decode_budget": None} if name == "snapkv" else {}),
+        noisy,
+        num_gpu_blocks_override=34 if name == "full" else 28,
+        max_model_len=860,
+        lengths=[300, 310, 320, 330, 340, 350] if name == "full" else LENGTHS,
+        max_tokens=120 if name == "full" else 150,
+        compares_stock=name == "full",
+    )
+    assert run["preemptions"] > 0
+    assert run["accepted"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "snapkv"])
+def test_random_traffic_leaks_nothing_and_changes_no_token(tiny_model, noisy, name):
+    rounds = 100 if _ALL else 20
+    counts = run_scenario(
+        "scenarios_speculation:fuzz",
+        {
+            "model": tiny_model,
+            "policy": settings_of(name),
+            "drafter": noisy,
+            "seed": SEED,
+            "rounds": rounds,
+            "blocks": 27,
+        },
+        timeout=1700,
+    )
+    print(counts)
+    for event in ("requests", "aborts", "hits", "compared", "accepted"):
+        assert counts[event] > rounds / 25, counts
+    assert counts["differed"] == 0, counts
+    assert counts["preemptions"] > 0

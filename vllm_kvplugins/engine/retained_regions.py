@@ -1,0 +1,99 @@
+"""The retained regions of requests in one heap, and the moves of a compaction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvplugins.engine.compaction import compact
+from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.page_table import PageTables
+from vllm_kvplugins.engine.requests import DueCompaction, PageList, Resident, Row
+from vllm_kvplugins.plan.residency_plan import Compaction
+
+
+@dataclass(frozen=True, slots=True)
+class RetainedRegions:
+    """The pages of requests in one heap, before and after compactions.
+
+    Attributes:
+        tables: page tables of compacted requests.
+    """
+
+    heap: Heap
+    tables: PageTables
+
+    def owned(
+        self, row: Row, blocks: torch.Tensor, resident: Resident | None
+    ) -> PageList:
+        """All pages of a request after this step, including the partial last page.
+
+        Args:
+            blocks: int64, physical ids; those in front of the tail are stale.
+        """
+        first = resident.tail_block if resident else 0
+        used = -(-row.after_tokens // self.heap.layout.block_size)
+        plain = PageList.of_blocks(self.heap, blocks[first:used], first)
+        if resident is None:
+            return plain
+        return plain.after(
+            *self.tables.retained(resident.slot_index), resident.positions
+        )
+
+    def competing(self, row: Row, owned: PageList) -> torch.Tensor:
+        """int64 [rows]: pages whose slots compete.
+
+        The partial last page is the tail. It does not compete.
+        """
+        return owned.owned - int(row.after_tokens % self.heap.layout.block_size > 0)
+
+    def fixed(self, compaction: Compaction, resident: Resident | None) -> torch.Tensor:
+        """int64 [rows]: first pages that stay whole."""
+        if not compaction.fixed_blocks:
+            rows, device = self.heap.rows, self.heap.pages.device
+            return torch.zeros(rows, dtype=torch.int64, device=device)
+        assert resident is not None, "a first compaction has no fixed blocks"
+        return self.tables.retained(resident.slot_index)[1]
+
+    def compact(
+        self,
+        due: DueCompaction,
+        resident: Resident | None,
+        owned: PageList,
+        competing: torch.Tensor,
+        keep: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> tuple[Resident, torch.Tensor]:
+        """Move the tokens that stay into the new retained region.
+
+        Args:
+            resident: the region before; its slot index becomes invalid.
+            keep: bool [rows, slots], the slots that stay.
+            counts: int64 [rows], pages that each row gets.
+
+        Returns:
+            The new region; int64 [rows, max pages], its pages.
+        """
+        compaction, max_pages = due.compaction, int(competing.max())
+        retained = due.blocks[compaction.retained.start : compaction.retained.stop]
+        after = compact(
+            self.heap,
+            keep,
+            counts,
+            owned.pages[:, :max_pages],
+            competing,
+            owned.positions[:, : max_pages * self.heap.layout.block_size],
+            # The pages of the retained region, whichever row owns them now.
+            self.heap.page_ids(retained).reshape(-1),
+        )
+        new = Resident(
+            self.tables.assign(after.pages, after.counts, compaction.retained.stop),
+            compaction.at_tokens,
+            compaction.retained.stop,
+            after.positions,
+        )
+        # Only now: a request without a slot index would own no pages.
+        if resident is not None:
+            self.tables.release(resident.slot_index)
+        return new, after.pages

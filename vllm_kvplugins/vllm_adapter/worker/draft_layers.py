@@ -1,0 +1,54 @@
+"""The attention layers of a drafter, which vLLM loads next to the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from vllm_kvplugins.engine.runtime import PolicyRuntime
+from vllm_kvplugins.errors import coded
+from vllm_kvplugins.vllm_adapter.scheduler.spec import is_managed
+
+
+def names(
+    model: torch.nn.Module, layers: Mapping[str, Any], cached: Iterable[str]
+) -> tuple[str, ...]:
+    """The layers with a KV cache that are not part of the model.
+
+    Args:
+        model: the loaded model, which verifies the drafts.
+        layers: of the process, by name.
+        cached: names of the layers with a KV cache, in the order of their caches.
+    """
+    own = {id(module) for module in model.modules()}
+    return tuple(name for name in cached if id(layers[name]) not in own)
+
+
+def problems(draft_layers: Iterable[str], specs: Mapping[str, Any]) -> list[str]:
+    """Whether the caches of all draft layers can follow those of the model.
+
+    Args:
+        specs: vLLM's spec of each layer with a KV cache.
+    """
+    return [
+        coded(
+            "KVP004",
+            f"speculative decoding: layer {name} of the drafter does not attend to all "
+            "earlier tokens, and a compaction moves the tokens of such layers only; "
+            "use another drafter, or remove --speculative-config",
+        )
+        for name in draft_layers
+        if not is_managed(specs[name])
+    ]
+
+
+def use_draft_backend(layer: Any, runtime: PolicyRuntime) -> None:
+    """Give a draft layer its page tables.
+
+    vLLM makes one metadata builder per backend, so the draft layers get a builder of
+    their own.
+    """
+    layer.attn_backend = layer.attn_backend.draft_backend
+    layer.impl.bind(runtime, None, layer)
