@@ -109,6 +109,7 @@ CODES: dict[str, str] = {
     "KVP308": "a session is larger than session_memory and is not kept; logged",
     "KVP309": "a session file was skipped at start-up; logged",
     "KVP310": "session_dir is too slow, so sessions are not kept; logged once",
+    "KVP311": "session_disk is too small for a session file; logged once",
     # 400-499: native operations and indices
     "KVP400": "the environment variable KVP_OPS has an unknown value",
     "KVP401": "KVP_OPS=compiled, but the compiled operations cannot run",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import weakref
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ from waiting import wait_for
 
 from vllm_kvplugins.errors import codes_in
 from vllm_kvplugins.sessions import store as session_store
+from vllm_kvplugins.sessions import tensor_file
 from vllm_kvplugins.sessions.commands import Session
 from vllm_kvplugins.sessions.directory import MAX_WAIT_S, SessionDirectory
 from vllm_kvplugins.sessions.file_thread import FileThread
@@ -163,7 +165,7 @@ def test_old_sessions_leave_memory_before_new_ones_are_copied(tmp_path):
 
 def test_a_request_does_not_wait_for_a_disk_that_never_answers(tmp_path):
     engine = Engine(tmp_path)
-    engine.directory.add_file(talk(1), 0.0)
+    engine.directory.add_file(talk(1), 0.0, SIZE)
     prompt = np.append(talk(1).tokens, 7).astype(np.int32)
     match = next(engine.directory.find("o", prompt))
     assert engine.directory.fetch(match, "r")
@@ -192,6 +194,106 @@ def test_closing_does_not_wait_for_a_disk_that_never_answers(
     (record,) = caplog.records
     assert codes_in(record.getMessage()) == ("KVP306",)
     engine.disk.responds.set()
+
+
+def file_sizes(engine: Engine) -> list[int]:
+    return [p.stat().st_size for p in engine.disk._files.folder.iterdir()]
+
+
+def test_files_never_take_more_than_the_limit(tmp_path):
+    """With files that are being written, and other files."""
+    engine = Engine(tmp_path, disk_bytes=15000, other_disk_bytes=1000)
+    engine.disk.responds.set()
+    for number in range(20):
+        assert engine.save(number)
+        engine.step()
+        engine.finish()
+        sizes = file_sizes(engine)
+        assert sum(sizes) <= 14000
+        assert engine.directory.written_bytes == sum(sizes)
+    assert sum(sizes) > 14000 - 5000, "room for one more file as the directory expects"
+    kept = {f"s{number}" for number in range(20 - len(sizes), 20)}
+    assert engine.directory.on_disk == kept, "the least recently used ones go"
+    engine.store.close()
+
+
+def test_with_a_stalled_disk_no_more_is_queued_than_the_limit(tmp_path, caplog):
+    engine = Engine(tmp_path, disk_bytes=3 * (SIZE + 36 + 4096))
+    for number in range(9):
+        assert engine.save(number), "it is in memory"
+        engine.step()
+    assert engine.directory.unwritten_bytes == 3 * SIZE
+    engine.finish()
+    assert engine.directory.num_sessions == 9
+    engine.store.close()
+
+
+def test_a_file_larger_than_the_limit_is_not_written(tmp_path, caplog, reported):
+    engine = Engine(tmp_path, disk_bytes=1000, other_disk_bytes=900)
+    for number in range(2):
+        assert engine.save(number), "it is in memory"
+        engine.step()
+    assert file_sizes(engine) == []
+    (record,) = caplog.records
+    assert codes_in(record.getMessage()) == ("KVP311",)
+    engine.store.close()
+
+
+def test_a_full_disk_keeps_sessions_in_memory(tmp_path, monkeypatch):
+    engine = Engine(tmp_path)
+    engine.disk.responds.set()
+
+    def full(*arguments: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensor_file, "write", full)
+    for number in range(30):
+        assert engine.save(number)
+        engine.step()
+        engine.finish()
+    assert engine.directory.counts.failures == 30
+    assert len(engine.directory.in_memory) == 10
+    assert (engine.directory.written_bytes, file_sizes(engine)) == (0, [])
+    engine.store.close()
+
+
+def test_a_directory_that_is_removed_while_running(tmp_path):
+    """Sessions in memory continue; those in files are misses."""
+    engine = Engine(tmp_path)
+    engine.disk.responds.set()
+    for number in range(15):
+        engine.save(number)
+        engine.step()
+        engine.finish()
+    shutil.rmtree(tmp_path)
+    for number, ready in ((0, False), (14, True)):
+        prompt = np.append(talk(number).tokens, 7).astype(np.int32)
+        match = next(engine.directory.find("o", prompt))
+        assert match.ready == ready
+        if not ready:
+            assert engine.directory.fetch(match, "r")
+            engine.step()
+            wait_for(lambda: all(r.done() for r in engine.store._reads.values()))
+            engine.step()
+            assert next(engine.directory.find("o", prompt), None) is None
+    assert engine.directory.counts.failures == 1
+    engine.save(20)
+    engine.step()
+    engine.finish()
+    assert engine.directory.counts.failures == 2
+    assert "s20" in engine.directory.in_memory
+    assert not tmp_path.exists(), "it may have been a mount"
+    engine.store.close()
+
+
+def test_a_session_removed_before_its_step_is_not_saved(tmp_path):
+    engine = Engine(tmp_path)
+    engine.save(1)
+    engine.directory.clear()
+    assert not engine.directory.has_commands
+    assert engine.directory.held_bytes == engine.directory.unwritten_bytes == 0
+    engine.step()
+    engine.store.close()
 
 
 # -- the background thread -------------------------------------------------------------

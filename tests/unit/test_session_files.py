@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -501,9 +502,37 @@ def test_settings_that_contradict_each_other_are_refused(settings, code):
     assert code in refused.value.codes
 
 
+def test_the_default_limit_on_files_is_a_share_of_the_free_space(tmp_path):
+    """The same after a restart; no limit only if the user says so."""
+    pytest.importorskip("vllm")
+    from vllm_kvplugins.vllm_adapter.scheduler.session_config import disk_limit
+
+    def limit(**settings: object) -> int | None:
+        parsed = parse_sessions({"session_dir": str(tmp_path)} | settings)
+        return disk_limit(parsed, files, files.scan())
+
+    files = folder(tmp_path)
+    empty, free = limit(), shutil.disk_usage(tmp_path).free
+    assert empty == pytest.approx(free / 4, rel=0.01)
+    (files.folder / "notes").write_bytes(b"x" * 1000)
+    large = cache()
+    large.tail = torch.zeros(5000, 1000)
+    files.write(session("s", np.arange(9, dtype=np.int32)), 0, large)
+    assert limit() == pytest.approx(empty, rel=0.01)
+    assert limit(session_disk=None) is None
+    assert limit(session_disk="2KiB") == 2048
+    assert disk_limit(parse_sessions({"name": "flowkv"}), None, Scan()) is None
+
+
 @pytest.mark.parametrize(
     "settings",
-    [{"session_memory": "much"}, {"session_memroy": 9}, {"session_max_age_s": 0}],
+    [
+        {"session_memory": "much"},
+        {"session_memroy": 9},
+        {"session_max_age_s": 0},
+        {"session_disk": 0},
+        {"session_disk": "all"},
+    ],
 )
 def test_an_invalid_setting_is_named(settings):
     (name,) = settings

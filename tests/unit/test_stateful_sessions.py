@@ -22,9 +22,14 @@ from stateful import run_machine
 from vllm_kvplugins.sessions.commands import Session, SessionAck, SessionCommands
 from vllm_kvplugins.sessions.directory import SessionDirectory
 
-MEMORY_BYTES, DISK_BYTES, MAX_AGE_S = 10, 25, 200.0
+MEMORY_BYTES, DISK_BYTES, MAX_AGE_S = 10, 25_000, 200.0
 seeds = st.integers(0, 2**31)
 anyone = st.integers(0, 9)
+
+
+def file_bytes(session: Session) -> int:
+    """Size of a rank's file, a little more than the directory expects."""
+    return session.tokens.nbytes + session.num_bytes + 4097
 
 
 class Worker:
@@ -48,11 +53,14 @@ class Worker:
         }
 
     def carry_out(self, commands: SessionCommands, fails: random.Random) -> None:
-        """Executes commands in the order of the fields of ``SessionCommands``."""
+        """Executes commands as ``SessionCommands`` says."""
 
         def problem(why: str) -> str | None:
             return why if fails.random() < 0.1 else None
 
+        self.files -= set(commands.unlink)
+        self.writing -= set(commands.unlink)
+        self.memory -= set(commands.drop) - {load.session_id for load in commands.loads}
         for save in commands.saves:
             name = save.session.session_id
             failed = problem("no memory")
@@ -61,9 +69,13 @@ class Worker:
                 self.memory.add(name)
             else:
                 self.failed.add(name)
-            if self.writes:
+            if save.writes:
+                assert self.writes
                 unwritten = None if failed else problem("full")
-                self.under_way.append(SessionAck("written", name, unwritten))
+                size = file_bytes(save.session)
+                self.under_way.append(
+                    SessionAck("written", name, unwritten, num_bytes=size)
+                )
                 if not failed and not unwritten:
                     self.writing.add(name)
         for load in commands.loads:
@@ -75,8 +87,6 @@ class Worker:
             self.under_way = [
                 r for r in self.under_way if (r.event, r.session_id) != ("staged", name)
             ]
-        self.files -= set(commands.unlink)
-        self.writing -= set(commands.unlink)
         for name in commands.stage:
             missing = None if name in self.files else "no such file"
             self.under_way.append(
@@ -119,6 +129,7 @@ class Store(RuleBasedStateMachine):
         # them
         self.parked: set[str] = set()
         self.sizes: dict[str, int] = {}
+        self.file_sizes: dict[str, int] = {}
         self.histories = [np.array([1, 2, 3, 4], np.int32)]
         self.waiting: dict[str, tuple[str, np.ndarray]] = {}
 
@@ -143,6 +154,7 @@ class Store(RuleBasedStateMachine):
         self.histories = [*self.histories[-8:], prompt[:60]]
         done = Session(f"s-{name}", owner, prompt, None, size, len(prompt))
         self.sizes[done.session_id] = size
+        self.file_sizes[done.session_id] = file_bytes(done)
         if self.directory.save(done, name, ()):
             self.parked.add(done.session_id)
 
@@ -210,6 +222,11 @@ class Store(RuleBasedStateMachine):
             held = self.directory.in_memory | self.directory.pending
             nowhere = self.parked - held
             assert not nowhere, f"parked, and not in memory: {nowhere}"
+            on_disk = [name for w in self.workers for name in w.files | w.writing]
+            written = sum(self.file_sizes[name] for name in on_disk)
+            # The directory learns a file's exact size when it is written.
+            slack = len(on_disk) + 2
+            assert written <= DISK_BYTES + slack, "files take more than the limit"
             for worker in self.workers:
                 held = sum(self.sizes[name] for name in worker.held)
                 assert held <= MEMORY_BYTES, "a worker holds more than the limit"

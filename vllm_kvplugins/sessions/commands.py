@@ -53,11 +53,13 @@ class Save:
 
     Attributes:
         blocks: physical IDs, from the first resident block of the session.
+        writes: whether to write a file too.
     """
 
     session: Session
     request_id: str
     blocks: tuple[int, ...]
+    writes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +83,25 @@ class Load:
 
 @dataclass(slots=True)
 class SessionCommands:
-    """Commands of one step, executed in the order of the fields.
+    """Commands of one step.
+
+    Workers first make room, with ``unlink`` and with ``drop`` of sessions that are not
+    loaded in this step. Then they execute the other commands in the order of the
+    fields.
 
     Attributes:
+        unlink: sessions whose files to delete.
         saves: requests to save.
         loads: sessions to load.
         drop: sessions to delete from memory.
-        unlink: sessions whose files to delete.
         stage: sessions to read from their files into memory; a session may be dropped
             and staged in the same step.
     """
 
+    unlink: list[str] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     drop: list[str] = field(default_factory=list)
-    unlink: list[str] = field(default_factory=list)
     stage: list[str] = field(default_factory=list)
 
 
@@ -107,14 +113,16 @@ class SessionAck:
     """The outcome of one command on one rank.
 
     Attributes:
-        event: "loaded" is sent only when a load failed. With files, "written" follows
-            every save, when its file is written or will not be: the copy failed, or
+        event: "loaded" is sent only when a load failed. "written" follows every save
+            with a file, when the file is written or will not be: the copy failed, or
             the session was removed.
         problem: why the command failed; None: it succeeded.
         load: the command, for "loaded".
+        num_bytes: size of the file, for "written".
     """
 
     event: Event
     session_id: str
     problem: str | None = None
     load: Load | None = None
+    num_bytes: int = 0

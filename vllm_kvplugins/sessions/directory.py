@@ -27,6 +27,10 @@ Presence = Literal["absent", "pending", "present"]
 # the disk may not respond.
 MAX_WAIT_S = 10.0
 
+# Estimate of what a file has besides pages, queries and tokens. Its size is known when
+# it is written.
+_HEADER_BYTES = 4096
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -34,6 +38,7 @@ class _Entry:
 
     Attributes:
         memory, disk: "pending" until all ranks have acknowledged.
+        file_bytes: disk space of its files, with those that are being written.
         last_used: seconds, on the directory's clock.
         acks_due: number of missing acknowledgements, per event.
     """
@@ -42,6 +47,7 @@ class _Entry:
     memory: Presence
     disk: Presence
     last_used: float
+    file_bytes: int
     acks_due: dict[str, int] = field(default_factory=dict)
 
 
@@ -52,10 +58,12 @@ class _Write:
     Attributes:
         num_bytes: host memory, over all ranks.
         acks_due: number of ranks that have not acknowledged.
+        file_bytes: size of the files that are written.
     """
 
     num_bytes: int
     acks_due: int
+    file_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -122,6 +130,7 @@ class SessionDirectory:
         min_tokens: see ``SessionIndex``.
         writes: whether workers write every session to a file.
         disk_bytes: limit on files; None: no limit.
+        other_disk_bytes: size of files that are not sessions; they count.
         max_age_s: seconds after which an unused session expires; None: never.
         moves: whether a session moves into the request that continues it. Otherwise it
             is copied and stays in the directory.
@@ -134,7 +143,7 @@ class SessionDirectory:
         held_bytes: bytes of sessions in memory, with pending ones and with removed
             ones whose files are being written.
         unwritten_bytes: of these, bytes of sessions whose files are not written yet.
-        written_bytes: bytes of sessions in files.
+        written_bytes: size of the files of sessions, with those being written.
     """
 
     def __init__(
@@ -144,6 +153,7 @@ class SessionDirectory:
         min_tokens: int = 1,
         writes: bool = False,
         disk_bytes: int | None = None,
+        other_disk_bytes: int = 0,
         max_age_s: float | None = None,
         moves: bool = False,
         on_forgotten: Callable[[str], None] = lambda session_id: None,
@@ -158,6 +168,7 @@ class SessionDirectory:
         self._ranks = ranks
         self._writes = writes
         self._disk_bytes = disk_bytes
+        self._other_disk_bytes = other_disk_bytes
         self._max_age_s = max_age_s
         self._moves = moves
         self._on_forgotten = on_forgotten
@@ -271,18 +282,22 @@ class SessionDirectory:
         if not self._make_room(session.num_bytes):
             self._refuse(session)
             return False
+        # Each rank's file has the token IDs and a header.
+        more = session.tokens.nbytes + _HEADER_BYTES
+        file_bytes = session.num_bytes + self._ranks * more
+        writes = self._writes and self._make_disk_room(file_bytes)
         self._index.add(session)
         now, due = self._clock(), {"saved": self._ranks}
-        entry = _Entry(session, "absent", "absent", now, due)
+        entry = _Entry(session, "absent", "absent", now, file_bytes, due)
         self._entries[session.session_id] = entry
         self._set_presence(session.session_id, memory="pending")
-        if self._writes:
+        if writes:
             self._set_presence(session.session_id, disk="pending")
             self._writes_due[session.session_id] = _Write(
                 session.num_bytes, self._ranks
             )
             self.unwritten_bytes += session.num_bytes
-        self._commands.saves.append(Save(session, request_id, tuple(blocks)))
+        self._commands.saves.append(Save(session, request_id, tuple(blocks), writes))
         return True
 
     def _refuse(self, session: Session) -> None:
@@ -310,21 +325,23 @@ class SessionDirectory:
             self._warned.add(code)
             logger.warning("%s", coded(code, text))
 
-    def add_file(self, session: Session, age_s: float) -> None:
+    def add_file(self, session: Session, age_s: float, file_bytes: int) -> None:
         """Add a session from a file of an earlier engine.
 
         Call in the order of last use, least recent first.
 
         Args:
             age_s: seconds since its last use.
+            file_bytes: size of its files, over all ranks.
         """
         last_used = self._clock() - age_s
         # A larger one was written when memory_bytes was larger, and cannot be loaded.
         if session.num_bytes <= self.memory_bytes:
             self._index.add(session)
-        entry = _Entry(session, "absent", "absent", last_used)
+        entry = _Entry(session, "absent", "absent", last_used, file_bytes)
         self._entries[session.session_id] = entry
         self._set_presence(session.session_id, disk="present")
+        self._make_disk_room()
 
     # -- commands and acknowledgements ------------------------------------------
 
@@ -364,6 +381,7 @@ class SessionDirectory:
         session_id = ack.session_id
         write, entry = self._writes_due[session_id], self._entries.get(session_id)
         write.acks_due -= 1
+        write.file_bytes += ack.num_bytes
         if not write.acks_due:
             del self._writes_due[session_id]
             self.unwritten_bytes -= write.num_bytes
@@ -376,6 +394,8 @@ class SessionDirectory:
             self._set_presence(session_id, disk="absent")
             self._commands.unlink.append(session_id)  # parts of other ranks
         elif not write.acks_due:
+            self.written_bytes += write.file_bytes - entry.file_bytes
+            entry.file_bytes = write.file_bytes
             self._set_presence(session_id, disk="present")
             self._make_disk_room()
 
@@ -466,24 +486,41 @@ class SessionDirectory:
                 self._commands.drop.append(session_id)
         return True
 
-    def _make_disk_room(self) -> None:
-        """Delete least recently used files until the others fit."""
+    def _make_disk_room(self, num_bytes: int = 0) -> bool:
+        """Delete least recently used files until ``num_bytes`` are free.
+
+        Files that are being written or read stay.
+
+        Returns:
+            Whether enough space is free.
+        """
         if self._disk_bytes is None:
-            return
-        while self.written_bytes > self._disk_bytes:
+            return True
+        most = self._disk_bytes - self._other_disk_bytes - num_bytes
+        if most < 0:
+            text = (
+                f"a session file of {num_bytes >> 10} KiB is not written: session_disk "
+                f"is {self._disk_bytes >> 10} KiB, and other files in session_dir take "
+                f"{self._other_disk_bytes >> 10} KiB. Such sessions are lost at a "
+                "restart; raise session_disk"
+            )
+            self._warn_once("KVP311", text)
+            return False
+        while self.written_bytes > most:
             entries = ((i, self._entries[i]) for i in self._with_file)
             old = (
                 i for i, e in entries if e.disk == "present" and e.memory != "pending"
             )
             session_id = next(old, None)
             if session_id is None:
-                return
+                return False
             if self._entries[session_id].memory == "absent":
                 self.counts.evictions += 1
                 self._remove(session_id)
             else:
                 self._set_presence(session_id, disk="absent")
                 self._commands.unlink.append(session_id)
+        return True
 
     def _set_presence(
         self,
@@ -493,20 +530,19 @@ class SessionDirectory:
     ) -> None:
         """Set where a session is, and update the byte counts."""
         entry = self._entries[session_id]
-        size = entry.session.num_bytes
         if memory is not None:
             was, now = entry.memory != "absent", memory != "absent"
             if now or session_id not in self._writes_due:
-                self.held_bytes += size * (now - was)
+                self.held_bytes += entry.session.num_bytes * (now - was)
             entry.memory = memory
             _keep(self._held, session_id, now)
             if memory == "absent":
                 self._on_memory_freed(session_id)
         if disk is not None:
-            was, now = entry.disk == "present", disk == "present"
-            self.written_bytes += size * (now - was)
+            was, now = entry.disk != "absent", disk != "absent"
+            self.written_bytes += entry.file_bytes * (now - was)
             entry.disk = disk
-            _keep(self._with_file, session_id, disk != "absent")
+            _keep(self._with_file, session_id, now)
 
     def _forget(self, session_id: str) -> None:
         self._set_presence(session_id, memory="absent", disk="absent")
@@ -519,10 +555,21 @@ class SessionDirectory:
         """Forget a session, and delete it from memory and disk."""
         if session_id in self._commands.stage:
             self._commands.stage.remove(session_id)
-        self._commands.drop.append(session_id)
-        if self._entries[session_id].disk != "absent":
-            self._commands.unlink.append(session_id)
+        if not self._cancel_save(session_id):
+            self._commands.drop.append(session_id)
+            if self._entries[session_id].disk != "absent":
+                self._commands.unlink.append(session_id)
         self._forget(session_id)
+
+    def _cancel_save(self, session_id: str) -> bool:
+        """Withdraw the command to save a session, if no step has taken it yet."""
+        for save in self._commands.saves:
+            if save.session.session_id == session_id:
+                self._commands.saves.remove(save)
+                write = self._writes_due.pop(session_id, None)
+                self.unwritten_bytes -= write.num_bytes if write else 0
+                return True
+        return False
 
     # -- queries ----------------------------------------------------------------
 
@@ -566,7 +613,7 @@ class SessionDirectory:
         held = [sizes[i] for i, e in self._entries.items() if e.memory != "absent"]
         unwritten = {i: write.num_bytes for i, write in self._writes_due.items()}
         held += [size for i, size in unwritten.items() if i not in self._entries]
-        written = [sizes[i] for i, e in self._entries.items() if e.disk == "present"]
+        written = [e.file_bytes for e in self._entries.values() if e.disk != "absent"]
         assert self.held_bytes == sum(held) <= self.memory_bytes, "memory miscounted"
         assert self.unwritten_bytes == sum(unwritten.values()), "writes miscounted"
         assert self.written_bytes == sum(written), "files miscounted"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -39,6 +39,15 @@ def rename_deprecated(settings: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
+def _bytes_or_auto(value: Any) -> Any:
+    if value == "auto":
+        return value
+    num_bytes = parse_bytes(value)
+    if num_bytes is not None and num_bytes < 1:
+        raise ValueError(f'write at least 1 byte, "auto" or null; got {value!r}')
+    return num_bytes
+
+
 class SessionSettings(BaseModel):
     """Session settings; part of ``--kv-policy-config``."""
 
@@ -71,10 +80,13 @@ class SessionSettings(BaseModel):
         description="Directory for session files, which outlive memory and restarts; "
         "null: memory only. Users who can read it can read the conversations.",
     )
-    session_disk: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
-        default=None,
-        ge=1,
-        description='Limit on files in session_dir ("20GiB"); null: no limit.',
+    session_disk: Annotated[
+        int | Literal["auto"] | None,
+        BeforeValidator(_bytes_or_auto),
+    ] = Field(
+        default="auto",
+        description='Limit on the files of this engine in session_dir ("20GiB"); auto: '
+        "a quarter of the space that is free at start-up; null: no limit.",
     )
 
     @model_validator(mode="before")
@@ -86,7 +98,8 @@ class SessionSettings(BaseModel):
     def _needs_sessions(self) -> list[str]:
         """Settings that the user has set and that have no effect without sessions."""
         others = {"sessions", "session_keep_on_device"}
-        return sorted(self.model_dump(exclude=others, exclude_none=True))
+        settings = self.model_dump(exclude=others, exclude_none=True)
+        return sorted(name for name, value in settings.items() if value != "auto")
 
     @model_validator(mode="after")
     def _check_consistency(self) -> SessionSettings:
@@ -95,7 +108,7 @@ class SessionSettings(BaseModel):
             raise ValueError(
                 coded("KVP301", f"sessions is false, but {names} is set; remove one")
             )
-        if self.session_disk is not None and self.session_dir is None:
+        if isinstance(self.session_disk, int) and self.session_dir is None:
             raise ValueError(
                 coded(
                     "KVP302",

@@ -89,11 +89,13 @@ class SessionStore:
         self._reads: dict[str, Future[CacheSnapshot]] = {}
 
     def save(self, commands: SessionCommands) -> None:
-        """Execute the saves, after freeing the memory that they need.
+        """Execute the saves, after making room for them in memory and on disk.
 
         Call before the worker forgets ended requests, and before the step runs: its
         requests may already own the blocks.
         """
+        for session_id in commands.unlink:
+            self._unlink(session_id)
         loaded = {load.session_id for load in commands.loads}
         for session_id in commands.drop:
             if session_id not in loaded:
@@ -110,8 +112,6 @@ class SessionStore:
             self._load(load)
         for session_id in commands.drop:
             self._drop(session_id)  # also sessions of this step
-        for session_id in commands.unlink:
-            self._unlink(session_id)
         for session_id in commands.stage:
             self._stage(session_id)
 
@@ -168,12 +168,13 @@ class SessionStore:
         except COPY_ERRORS as error:
             problem = coded("KVP305", f"cannot be saved: {error}")
             self._ack("saved", session.session_id, problem)
-            if self._files is not None:
+            if save.writes:
                 self._ack("written", session.session_id)  # nothing is being written
             return
         self._snapshots[session.session_id] = saved
         self._ack("saved", session.session_id)
-        if self._files is not None:
+        if save.writes:
+            assert self._files is not None, "there are no files"
             self._writes[session.session_id] = self._writer.submit(
                 partial(self._files.write, session, self._rank, saved)
             )
@@ -229,11 +230,15 @@ class SessionStore:
             self._finish_read(session_id, self._reads.pop(session_id))
 
     def _finish_write(self, session_id: str, write: Future[int]) -> None:
-        error = None if write.cancelled() else write.exception()
-        problem = None
+        if write.cancelled():
+            self._ack("written", session_id)
+            return
+        error = write.exception()
         if error is not None:
             problem = coded("KVP306", f"cannot be written: {error}")
-        self._ack("written", session_id, problem)
+            self._ack("written", session_id, problem)
+            return
+        self._acks.append(SessionAck("written", session_id, num_bytes=write.result()))
 
     def _finish_read(self, session_id: str, read: Future[CacheSnapshot]) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from vllm_kvplugins.config import describe, parse_policy, parse_sessions
 from vllm_kvplugins.engine.retrieval.host_tier import default_limit_bytes
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.policies.base import KVCachePolicy
-from vllm_kvplugins.sessions.files import FORMAT, Identity, SessionFolder
-from vllm_kvplugins.sessions.settings import rename_deprecated
+from vllm_kvplugins.sessions.files import FORMAT, Identity, Scan, SessionFolder
+from vllm_kvplugins.sessions.settings import SessionSettings, rename_deprecated
 from vllm_kvplugins.vllm_adapter.config.engine_config import request_of
 
 
@@ -64,6 +65,22 @@ def session_folder(vllm_config: Any) -> SessionFolder | None:
         return None
     ranks = vllm_config.parallel_config.world_size
     return SessionFolder(sessions.session_dir, _identity(vllm_config, settings), ranks)
+
+
+def disk_limit(
+    settings: SessionSettings, files: SessionFolder | None, scan: Scan
+) -> int | None:
+    """Limit on session files; None: none.
+
+    "auto" is a quarter of what is free without the folder's own files, so that a
+    restart does not change it.
+    """
+    if settings.session_disk != "auto":
+        return settings.session_disk
+    if files is None:
+        return None
+    own = scan.other_bytes + sum(found.file_bytes for found in scan.sessions)
+    return (shutil.disk_usage(files.folder).free + own) // 4
 
 
 def _identity(vllm_config: Any, settings: Any) -> Identity:

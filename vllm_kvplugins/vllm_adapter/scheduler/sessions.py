@@ -24,14 +24,17 @@ from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.sessions.commands import Session, Tokens
 from vllm_kvplugins.sessions.directory import Match, SessionDirectory
-from vllm_kvplugins.sessions.files import SessionFolder
+from vllm_kvplugins.sessions.files import Scan, SessionFolder
 from vllm_kvplugins.vllm_adapter.config.engine_config import request_of
 from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
 from vllm_kvplugins.vllm_adapter.config.request_params import requested_patched_prompt
 from vllm_kvplugins.vllm_adapter.scheduler import idle_wakeup
 from vllm_kvplugins.vllm_adapter.scheduler.admission import Admission
 from vllm_kvplugins.vllm_adapter.scheduler.block_manager import ResidencyBlockManager
-from vllm_kvplugins.vllm_adapter.scheduler.session_config import session_folder
+from vllm_kvplugins.vllm_adapter.scheduler.session_config import (
+    disk_limit,
+    session_folder,
+)
 
 # vLLM configures only the loggers below its own name.
 logger = init_logger("vllm.kv_policy")
@@ -87,12 +90,15 @@ class SchedulerSessions:
         settings = parse_sessions(request_of(vllm_config))
         assert settings.session_memory is not None, "not measured"
         files = session_folder(vllm_config)
+        scan = _scan(files)
+        disk_bytes = disk_limit(settings, files, scan)
         self.directory = SessionDirectory(
             settings.session_memory,
             ranks=vllm_config.parallel_config.world_size,
             min_tokens=manager.block_size,
             writes=files is not None,
-            disk_bytes=settings.session_disk,
+            disk_bytes=disk_bytes,
+            other_disk_bytes=scan.other_bytes,
             max_age_s=settings.session_max_age_s,
             # Tokens of a retrieval policy are already on the host and not copied.
             moves=self._policy.retrieval is not None,
@@ -101,29 +107,22 @@ class SchedulerSessions:
         )
         self._keeps_on_device = settings.session_keep_on_device
         logger.info(
-            "sessions: up to %d KiB, unused for %s, files in %s",
+            "sessions: up to %d KiB, unused for %s, files: %s",
             settings.session_memory >> 10,
             f"{settings.session_max_age_s} s" if settings.session_max_age_s else "ever",
-            files.folder if files else "none",
+            _described(files, disk_bytes),
         )
         self._reported_counts = asdict(self.directory.counts)
         self._prompts: WeakKeyDictionary[Any, Tokens] = WeakKeyDictionary()
         self._query_bytes = _query_bytes_per_token(vllm_config)
+        for found in scan.sessions:
+            self.directory.add_file(found.session, found.age_s, found.file_bytes)
         if files is not None:
-            self._add_files(files)
+            logger.info(
+                "%d sessions found in %s", self.directory.num_sessions, files.folder
+            )
         if settings.session_max_age_s is not None:
             idle_wakeup.install()
-
-    def _add_files(self, files: SessionFolder) -> None:
-        files.prepare()
-        scan = files.scan()
-        for problem in scan.problems:
-            logger.warning("%s", coded("KVP309", f"session file skipped: {problem}"))
-        for found in scan.sessions:
-            self.directory.add_file(found.session, found.age_s)
-        logger.info(
-            "%d sessions found in %s", self.directory.num_sessions, files.folder
-        )
 
     # -- a request starts -------------------------------------------------------
 
@@ -295,6 +294,24 @@ class SchedulerSessions:
 
     def _num_blocks(self, tokens: int) -> int:
         return int(-(-tokens // self._manager.block_size))
+
+
+def _scan(files: SessionFolder | None) -> Scan:
+    """Prepare the folder and find its sessions; logs what is skipped."""
+    if files is None:
+        return Scan()
+    files.prepare()
+    scan = files.scan()
+    for problem in scan.problems:
+        logger.warning("%s", coded("KVP309", f"session file skipped: {problem}"))
+    return scan
+
+
+def _described(files: SessionFolder | None, disk_bytes: int | None) -> str:
+    if files is None:
+        return "none"
+    limit = "without a limit" if disk_bytes is None else f"up to {disk_bytes >> 20} MiB"
+    return f"{limit} in {files.folder}"
 
 
 def _query_bytes_per_token(vllm_config: Any) -> int:
