@@ -72,12 +72,12 @@ def test_random_traffic_leaks_nothing_and_changes_no_token(tiny_model, name):
         "policy": policy,
         "seed": 20261125,
         "rounds": 300,
-        "blocks": 20,
+        "blocks": 32,
         "compares_preempted": False,
     }
     counts = run_scenario("scenarios_fuzz:fuzz", arguments, timeout=1700)
     print(counts)
-    assert counts["compared"] > 100
+    assert counts["compared"] > 30
     assert counts["compactions"] > 300
     assert counts["preempted_compacted"] > 3
     assert counts["differed"] == 0, counts
