@@ -120,8 +120,22 @@ def test_layers_between_anchors_reuse_their_choice():
                 for head in range(KV_HEADS):
                     expected = chosen[head, : hot.shape[1]].tolist()
                     assert set(expected) <= set(hot[head].tolist())
+    state = retrieval._requests["r"]
+    assert set(state.pages) == {1, 2}, "both layers have host tokens"
+    assert set(state.layers) == {1}, "an index that no query asks"
     fake.remove("r")
     fake.check_idle()
+
+
+def test_only_layers_that_select_reserve_memory_for_an_index():
+    """Layers 2 to 29 of 30 offload; every third of them selects: 10 of 28."""
+    geometry = Geometry(32, 30, 3, 2 * 30 * 3 * 64 * 2, 64, 2)
+    every, third = (
+        parse_policy({"name": "icecache", "reuse_every": n}) for n in (1, 3)
+    )
+    stored = every.offloaded_bytes(5000, geometry)
+    index = every.host_bytes(5000, geometry) - stored
+    assert third.host_bytes(5000, geometry) - stored == -(-index * 10 // 28) > 0
 
 
 def test_codes_find_what_the_tree_finds():

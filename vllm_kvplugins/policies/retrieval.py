@@ -191,7 +191,11 @@ class Retriever(KVCachePolicy):
         stored = self.offloaded_bytes(tokens, geometry)
         if self.host_dtype != "auto":
             stored = self._quantized_bytes(stored, geometry)
-        return stored + self.index_bytes(tokens, geometry)
+        # Layers that reuse a selection have no index.
+        layers = range(self.skip_layers, geometry.num_layers)
+        selecting = sum(map(self.selects, layers))
+        index = self.index_bytes(tokens, geometry)
+        return stored + -(-index * selecting // max(len(layers), 1))
 
     def _quantized_bytes(self, cached_bytes: int, geometry: Geometry) -> int:
         """Bytes of tokens in host memory, from their bytes in the cache."""
@@ -211,7 +215,8 @@ class Retriever(KVCachePolicy):
         return offloaded * per_token
 
     def index_bytes(self, tokens: int, geometry: Geometry) -> int:
-        """Maximum size of a request's indices, whatever ``host_dtype`` is."""
+        """Maximum size of a request's indices if every layer that offloads selects,
+        whatever ``host_dtype`` is."""
         return int(self.offloaded_bytes(tokens, geometry) * self.index_share)
 
     @abstractmethod

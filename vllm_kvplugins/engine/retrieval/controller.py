@@ -146,9 +146,10 @@ class RetrievalController(StepExtension):
         offloaded = self._policy.offloaded(tokens, before_tail)
         first = state.tokens
         heads, dim = self._heap.num_kv_heads, self._heap.layout.head_dim
-        if layer not in state.layers:
+        if layer not in state.pages:
             state.pages[layer] = torch.empty(heads, 0, dtype=torch.int64)
-            state.layers[layer] = self._indexer.new_layer(heads, dim)
+            if self._policy.selects(layer):
+                state.layers[layer] = self._indexer.new_layer(heads, dim)
         start = offloaded.start + first
         if start < offloaded.stop:
             self._offload_queue.send(state, layer, owned, start, offloaded.stop)
@@ -171,7 +172,7 @@ class RetrievalController(StepExtension):
         state = self._requests[request_id]
         state.prefetched = False
         heads, size = self._heap.num_kv_heads, self._heap.layout.block_size
-        for layer in state.layers:
+        for layer in state.pages:
             rows = slice(layer * heads, (layer + 1) * heads)
             token = positions[rows].long() - self._policy.sinks
             hot = (token >= 0) & (token < state.tokens)

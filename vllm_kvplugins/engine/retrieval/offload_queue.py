@@ -84,7 +84,10 @@ class OffloadQueue:
             self._make_room(each.state, each.layer, each.first + keys.shape[1])
             pages = each.state.pages[each.layer]
             self._tier.write(pages, each.first, keys, values)
-            layer, read = each.state.layers[each.layer], None
+            layer = each.state.layers.get(each.layer)
+            if layer is None:
+                continue
+            read = None
             tokens = range(each.first, each.first + keys.shape[1])
             if self._tier.quantized is not None or each.keys.event is not None:
                 # The index has the keys of the host tier, also if they are quantized.

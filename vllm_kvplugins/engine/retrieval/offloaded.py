@@ -20,7 +20,7 @@ class Offloaded:
         slot_index: its row in the hot slots of every layer.
         tokens: number of tokens on the host; the same in all layers.
         pages: int64 [num_kv_heads, n] per layer, its pages of the host tier.
-        layers: its index per layer.
+        layers: its index per layer that selects.
         hot: hot slots per KV head, per layer; empty before the first compaction.
         prefetched: its hot slots are being filled for the next step.
     """
