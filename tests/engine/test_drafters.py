@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draft_models import drafter, write_copy_with_more_heads, write_noisy_copy
+from draft_models import (
+    drafter,
+    write_calm_copy,
+    write_copy_with_more_heads,
+    write_eagle3_head,
+    write_eagle_head,
+    write_model_with_mtp,
+    write_noisy_copy,
+)
 from harness import run_scenario
 from policy_settings import SMALL_BUDGETS, configure
 
@@ -64,7 +72,18 @@ def speculate(
 
 def check_mixed(run: dict[str, Any]) -> None:
     """Many drafts were accepted, and many were rejected."""
-    assert 0.2 * run["drafts"] < run["accepted"] < 0.9 * run["drafts"], run
+    assert 0.1 * run["drafts"] < run["accepted"] < 0.9 * run["drafts"], run
+
+
+def write_pair(folder: Path, tiny_model: str, method: str) -> tuple[str, Any]:
+    """A model and a head that drafts for it, right about one time in three."""
+    gains = (0.15, 0.15) if method == "eagle3" else (1.0, 0.3)
+    calm = str(write_calm_copy(folder / "model", tiny_model, gains))
+    if method == "mtp":
+        path = write_model_with_mtp(folder / "mtp", calm)
+        return str(path), drafter(path, method)
+    write = {"eagle": write_eagle_head, "eagle3": write_eagle3_head}[method]
+    return calm, drafter(write(folder / "head", calm), method)
 
 
 def check_copied(run: dict[str, Any]) -> None:
@@ -74,19 +93,68 @@ def check_copied(run: dict[str, Any]) -> None:
 
 
 def test_tokens_and_accepted_drafts_are_those_of_stock(tiny_model, noisy):
-    run = speculate(tiny_model, FULL, noisy, compares_stock=True)
+    check_is_stock(tiny_model, noisy)
+
+
+def check_is_stock(model: str, drafts: dict[str, Any]) -> None:
+    """Under ``full``, tokens are stock's, and so are drafts and accepted drafts."""
+    run = speculate(model, FULL, drafts, compares_stock=True)
     check_mixed(run)
     stock = run_scenario(
         "scenarios_speculation:stock_acceptance",
         {
-            "model": tiny_model,
-            "drafter": noisy,
+            "model": model,
+            "drafter": drafts,
             "seed": SEED,
             "lengths": LENGTHS,
             "max_tokens": 120,
         },
     )
     assert {key: run[key] for key in stock} == stock
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_tokens_and_accepted_drafts_of_heads_are_those_of_stock(
+    tiny_model, tmp_path, method
+):
+    check_is_stock(*write_pair(tmp_path, tiny_model, method))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("eagle", "snapkv"),
+        ("eagle", "flowkv"),
+        ("eagle", "icecache"),
+        ("eagle3", "snapkv"),
+        ("eagle3", "sekv"),
+        ("mtp", "snapkv"),
+    ],
+)
+def test_tokens_with_heads_are_those_without_drafts(tiny_model, tmp_path, method, name):
+    model, head = write_pair(tmp_path, tiny_model, method)
+    run = speculate(model, settings_of(name), head)
+    assert run["compactions"] >= len(LENGTHS)
+    assert run["accepted"] > run["drafts"] / 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_preempted_requests_with_heads_go_on_as_without_drafts(
+    tiny_model, tmp_path, method
+):
+    model, head = write_pair(tmp_path, tiny_model, method)
+    run = speculate(
+        model,
+        settings_of("snapkv") | {"decode_budget": None},
+        head,
+        lengths=[300, 310, 320, 330, 340, 350],
+        num_gpu_blocks_override=20,
+        max_model_len=480,
+    )
+    assert run["preemptions"] > 0
 
 
 @pytest.mark.parametrize(
@@ -143,15 +211,23 @@ def test_preempted_requests_go_on_as_without_drafts(tiny_model, noisy, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["full", "snapkv"])
-def test_random_traffic_leaks_nothing_and_changes_no_token(tiny_model, noisy, name):
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [("draft_model", "full"), ("draft_model", "snapkv"), ("eagle", "snapkv")],
+)
+def test_random_traffic_leaks_nothing_and_changes_no_token(
+    tiny_model, noisy, tmp_path, method, name
+):
+    model, drafts = tiny_model, noisy
+    if method != "draft_model":
+        model, drafts = write_pair(tmp_path, tiny_model, method)
     rounds = 100 if _ALL else 20
     counts = run_scenario(
         "scenarios_speculation:fuzz",
         {
-            "model": tiny_model,
+            "model": model,
             "policy": settings_of(name),
-            "drafter": noisy,
+            "drafter": drafts,
             "seed": SEED,
             "rounds": rounds,
             "blocks": 27,

@@ -129,7 +129,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "drafter with windows": (
         SNAPKV,
         {"speculative_config": DRAFT_MODEL | {"model": "mistral"}},
-        ["[KVP004]", "use another draft model"],
+        ["[KVP004]", "not plain full attention; use another drafter"],
     ),
     "drafter of a model with windows": (
         SNAPKV,
@@ -139,7 +139,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "drafter that has not been tried": (
         SNAPKV,
         {"speculative_config": NGRAM | {"method": "ngram_gpu"}},
-        ["[KVP004]", "'ngram_gpu'", "ngram, suffix, medusa, draft_model"],
+        ["[KVP004]", "'ngram_gpu'", "draft_model, eagle, eagle3, mtp"],
     ),
     "prefetch with drafts": (
         {"name": "icecache", "prefetch": "step"},

@@ -44,6 +44,103 @@ def write_copy_with_more_heads(folder: Path, model: str) -> Path:
     return _write(folder, model, state, num_key_value_heads=2 * heads)
 
 
+def write_calm_copy(folder: Path, model: str, gains: tuple[float, float]) -> Path:
+    """The model with smaller outputs of its two layers, so that heads can guess it.
+
+    Args:
+        gains: of the outputs of each layer.
+    """
+    state = load_file(Path(model, "model.safetensors"))
+    for layer, gain in enumerate(gains):
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            state[f"model.layers.{layer}.{name}.weight"] *= gain
+    return _write(folder, model, state)
+
+
+def write_eagle_head(folder: Path, model: str) -> Path:
+    """An EAGLE head that computes the model's first layer, and not its second."""
+    state = load_file(Path(model, "model.safetensors"))
+    embedding = state["model.embed_tokens.weight"]
+    hidden = embedding.shape[1]
+    first = "model.layers.0."
+    head = {
+        name.removeprefix("model."): weight
+        for name, weight in state.items()
+        if name.startswith(first) and "input_layernorm" not in name
+    }
+    # The embedding of the next token passes, the hidden state does not.
+    head["fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1)
+    head["embed_tokens.weight"] = embedding
+    return _write(folder, model, head, num_hidden_layers=1)
+
+
+def write_eagle3_head(folder: Path, model: str) -> Path:
+    """An EAGLE-3 head with other KV heads, which guesses from the next token alone.
+
+    Queries and keys are constant, so that RoPE makes each token attend to itself, and
+    the values are the embeddings.
+    """
+    state = load_file(Path(model, "model.safetensors"))
+    embedding, lm_head = state["model.embed_tokens.weight"], state["lm_head.weight"]
+    hidden, inner = embedding.shape[1], _config(model)["intermediate_size"]
+    nothing, identity = torch.zeros(hidden, 2 * hidden), torch.eye(hidden)
+    attention, mlp = "midlayer.self_attn.", "midlayer.mlp."
+    constant = torch.full((hidden,), 4.0)
+    head = {
+        "embed_tokens.weight": embedding,
+        "lm_head.weight": lm_head,
+        "norm.weight": torch.ones(hidden),
+        "fc.weight": torch.zeros(hidden, 3 * hidden),
+        "midlayer.hidden_norm.weight": torch.ones(hidden),
+        "midlayer.input_layernorm.weight": torch.ones(hidden),
+        "midlayer.post_attention_layernorm.weight": torch.ones(hidden),
+        attention + "q_proj.weight": nothing,
+        attention + "q_proj.bias": constant,
+        attention + "k_proj.weight": nothing.clone(),
+        attention + "k_proj.bias": constant.clone(),
+        attention + "v_proj.weight": torch.cat([identity, nothing[:, :hidden]], 1),
+        attention + "v_proj.bias": torch.zeros(hidden),
+        attention + "o_proj.weight": identity.clone(),
+        attention + "o_proj.bias": torch.zeros(hidden),
+        mlp + "gate_proj.weight": torch.zeros(inner, hidden),
+        mlp + "up_proj.weight": torch.zeros(inner, hidden),
+        mlp + "down_proj.weight": torch.zeros(hidden, inner),
+    }
+    return _write(
+        folder,
+        model,
+        head,
+        num_hidden_layers=1,
+        num_key_value_heads=_config(model)["num_attention_heads"],
+        attention_bias=True,
+        draft_vocab_size=len(lm_head),
+        eagle_aux_hidden_state_layer_ids=[0, 1, 2],
+    )
+
+
+def write_model_with_mtp(folder: Path, model: str) -> Path:
+    """The model as a MiMo, whose MTP layer computes the first layer."""
+    state = load_file(Path(model, "model.safetensors"))
+    hidden = state["model.embed_tokens.weight"].shape[1]
+    layer, mtp = "model.layers.0.", "model.mtp_layers.0."
+    more = {
+        mtp + name.removeprefix(layer): weight.clone()
+        for name, weight in state.items()
+        if name.startswith(layer)
+    }
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        more[f"{mtp}{name}.weight"] = torch.ones(hidden)
+    # Of hidden state and next token's embedding, the second passes.
+    more[mtp + "input_proj.weight"] = torch.cat(
+        [torch.zeros(hidden, hidden), torch.eye(hidden)], 1
+    )
+    state |= more
+    for name in [name for name in state if re.search(r"\.[qkv]_proj\.weight$", name)]:
+        state[name.replace(".weight", ".bias")] = torch.zeros(len(state[name]))
+    changes = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
+    return _write(folder, model, state, num_nextn_predict_layers=1, **changes)
+
+
 def _config(model: str) -> dict[str, Any]:
     config: dict[str, Any] = json.loads(Path(model, "config.json").read_text())
     return config

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.engine.draft_layers import DraftLayers, followed_layer
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.requests import DueCompaction, PageList, Row
+from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 
 SEED = 20261125
@@ -170,6 +173,25 @@ def test_requests_that_leave_return_their_slot_index():
     assert bench.drafts.device_bytes("r") == 0
     with pytest.raises(AssertionError, match="draft layers"):
         bench.drafts.check_integrity({"r"})
+
+
+def test_new_blocks_are_cleared_in_the_layers_of_model_and_drafter():
+    bench = Bench()
+    geometry = Geometry(BLOCK, LAYERS, KV_HEADS, 2 * LAYERS * KV_HEADS * 8 * 4)
+    runtime = PolicyRuntime(parse_policy("full"), geometry)
+    runtime.clear_blocks(torch.tensor([3]))  # the heap is not bound: nothing to clear
+    runtime.bind_heap(bench.model, [1.0] * LAYERS, None, draft_heap=bench.heap)
+    for heap in (bench.model, bench.heap):
+        heap.pages.fill_(torch.nan)
+    runtime.clear_blocks(torch.tensor([3, 5]))
+    for heap in (bench.model, bench.heap):
+        left = torch.arange(BLOCKS) != 3
+        left &= torch.arange(BLOCKS) != 5
+        assert not heap.pages[heap.page_ids(torch.tensor([3, 5]))].any()
+        assert heap.pages[heap.page_ids(left.nonzero()[:, 0])].isnan().all()
+    assert runtime.draft_layers is not None
+    runtime.unbind_heap()
+    assert runtime.draft_layers is None
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5, 30])

@@ -70,3 +70,14 @@ def test_the_hook_of_a_cache_that_is_gone_is_gone():
     assert instances[1].states(1, 2).tolist() == [1, 2]
     context.register_heap_binding(lambda: None)
     assert not model._forward_hooks
+
+
+def test_states_that_a_model_returns_for_its_drafter_are_not_its_hidden_states():
+    class WithStates(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            return x, [x + 1, x + 2]  # as vLLM's models do for EAGLE-3
+
+    model = WithStates()
+    losses = LogitsSurprisal(model)
+    model(torch.arange(3.0))
+    assert losses.states(1, 2).tolist() == [1, 2]

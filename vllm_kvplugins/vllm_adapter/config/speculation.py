@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Drafters without a KV cache, and with one.
 _WITHOUT_CACHE = ("ngram", "suffix", "medusa")
-_WITH_CACHE = ("draft_model",)
+_WITH_CACHE = ("draft_model", "eagle", "eagle3", "mtp")
 
 
 def argument_problems(args: EngineArgs) -> list[str]:
@@ -120,10 +120,21 @@ def _cache_problems(
             f"{drafter} vLLM would not keep it in the blocks of the full-attention "
             f"layers of this model, which has others too; {without}"
         )
-    if any(kind != FULL for kind in _draft_types(speculative.draft_model_config)):
+    draft = speculative.draft_model_config
+    if draft.use_mla or any(kind != FULL for kind in _draft_types(draft)):
         yield (
-            f"{drafter} some of its layers do not attend to all earlier tokens; use "
-            "another draft model"
+            f"{drafter} some of its layers are not plain full attention; use another "
+            f"drafter ({', '.join(_WITHOUT_CACHE)} have no cache)"
+        )
+    if vllm_config.num_prefill_lookahead_tokens > 1:
+        yield (
+            f"{drafter} its layers read several tokens behind a chunk of the prompt, "
+            f"which may end anywhere under a policy; {without}"
+        )
+    if (dtype := str(vllm_config.cache_config.cache_dtype)).startswith("fp8"):
+        yield (
+            f"{drafter} KV cache dtype {dtype!r} has not been tried with it; use "
+            "--kv-cache-dtype auto"
         )
     if uses_sessions:
         yield (

@@ -35,9 +35,9 @@ def problems(draft_layers: Iterable[str], specs: Mapping[str, Any]) -> list[str]
     return [
         coded(
             "KVP004",
-            f"speculative decoding: layer {name} of the drafter does not attend to all "
-            "earlier tokens, and a compaction moves the tokens of such layers only; "
-            "use another drafter, or remove --speculative-config",
+            f"speculative decoding: layer {name} of the drafter is not plain full "
+            "attention, and a compaction moves the tokens of such layers only; use "
+            "another drafter, or remove --speculative-config",
         )
         for name in draft_layers
         if not is_managed(specs[name])

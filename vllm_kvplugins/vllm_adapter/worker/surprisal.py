@@ -41,6 +41,8 @@ class LogitsSurprisal:
         self._last = None
 
     def _record(self, module: Any, inputs: Any, output: Any) -> None:
+        if isinstance(output, tuple):  # with the states that an EAGLE-3 head reads
+            output = output[0]
         assert isinstance(output, torch.Tensor), (
             f"{type(module).__name__} returns more than hidden states"
         )
