@@ -128,6 +128,7 @@ CODES: dict[str, str] = {
     "KVP509": "the prompt is empty or does not fit (explain, record)",
     "KVP510": "no step fetched anything (record)",
     "KVP511": "kv_transfer_params is not an object",
+    "KVP512": "kv_session is not true or false, or the server keeps no sessions",
     # 600-699: command line, models and training
     "KVP600": "a Python package that the command needs is not installed",
     "KVP601": (
@@ -137,10 +138,12 @@ CODES: dict[str, str] = {
     "KVP602": "a result cannot be written",
     "KVP603": "an option of the command has an invalid value",
     "KVP604": "`kvplugins research record`: the policy fetches nothing",
-    "KVP605": "`kvplugins sessions`: the folder or a session does not exist",
+    "KVP605": "`kvplugins sessions`: the folder or a session does not exist, or an ID "
+    "is not unique",
     "KVP606": "`kvplugins research plot`: too little or too much data for one plot",
     "KVP607": "`kvplugins research plot`: the file has another format or version, or "
     "is incomplete",
+    "KVP608": "`kvplugins sessions`: a file cannot be deleted",
     "KVP620": "the default model cannot be downloaded",
     "KVP621": "the downloaded file is not the expected default model",
     "KVP622": "the converted default model fails a check",

@@ -90,10 +90,15 @@ class Driver:
         salt: str | None = None,
         patched: list[int] | None = None,
         lora: Any = None,
+        kv_session: bool | None = None,
     ) -> None:
         from vllm import SamplingParams
 
-        extra = {"turn_ends": turn_ends, "patched_prompt": patched}
+        extra = {
+            "turn_ends": turn_ends,
+            "patched_prompt": patched,
+            "kv_session": kv_session,
+        }
         extra = {name: value for name, value in extra.items() if value is not None}
 
         params = SamplingParams(

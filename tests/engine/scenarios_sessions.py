@@ -178,6 +178,14 @@ def odds(model: str, policy: dict[str, Any]) -> dict[str, Any]:
         for twin, prompt in zip(twins, longer, strict=True)
     ]
     report["twins_restored"] = [driver.cached.get(twin, 0) for twin in twins]
+    # a request that declines sessions neither continues one nor leaves one
+    before, known = counts(driver), {s.session_id for s in directory(driver)}
+    driver.add("declines", third, 12, turn_ends=both, salt="alice", kv_session=False)
+    driver.run()
+    settle(driver)
+    after, now = counts(driver), {s.session_id for s in directory(driver)}
+    report["declined"] = (driver.tokens["declines"], recomputed(third, both))
+    report["declined_changes"] = [after != before, now != known]
     # a session that began in the prefix cache, whose tokens have no queries
     ask(first[:192], [], "carol", 3)
     directory(driver).clear()
@@ -193,24 +201,24 @@ def faults(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
     """A full disk, full memory, and damaged files."""
     from pathlib import Path
 
-    from vllm_kvplugins.sessions import files as session_files
+    from vllm_kvplugins.sessions import tensor_file
 
     # room for about two sessions of 400 tokens
     policy = policy | {"session_dir": folder, "session_memory": "1MiB"}
     driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
-    whole = session_files._write_atomically
+    whole = tensor_file.write
     report: dict[str, Any] = {}
 
-    def full(path: Path, tensors: Any, about: Any) -> None:
+    def full(path: Path, tensors: Any, about: Any) -> int:
         raise OSError(28, "No space left on device")
 
     prompts = {i: random_tokens(i, 400, VOCABULARY) for i in range(6)}
     answers = {}
     for i, prompt in prompts.items():
-        session_files._write_atomically = full if i == 5 else whole
+        tensor_file.write = full if i == 5 else whole
         answers[i], _ = _ask(driver, f"a{i}", prompt, [], "s", 12)
         finish(driver)
-    session_files._write_atomically = whole
+    tensor_file.write = whole
     report["files"] = len(list(Path(folder).glob("*/*.safetensors")))
     report["failures"] = counts(driver)["failures"]
     paths = {}

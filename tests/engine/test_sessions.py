@@ -96,7 +96,7 @@ def test_edits_aborts_and_branches_of_conversations(tiny_model):
     report = run_scenario(
         "scenarios_sessions:odds", {"model": tiny_model, "policy": FLOW}
     )
-    for what in ("continued", "edited", "sibling", "left", "cached"):
+    for what in ("continued", "edited", "sibling", "left", "declined", "cached"):
         assert report[what][0] == report[what][1], what
     assert report["restored"] >= 429
     assert report["mallory"] == 0, "read another owner's session"
@@ -104,6 +104,7 @@ def test_edits_aborts_and_branches_of_conversations(tiny_model):
     assert report["sibling_restored"] > 500
     # the whole partial answer, although the session has some more tokens
     assert report["left_restored"] == 520 + 35
+    assert report["declined_changes"] == [False, False]
     # a part of its window came from the prefix cache, which has no queries
     assert report["hit_restored"] == 0
     assert report["cached_restored"] == 219 - 64

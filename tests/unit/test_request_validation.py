@@ -164,6 +164,44 @@ def test_transfer_parameters_on_which_vllm_fails_are_rejected(validate, transfer
     assert codes_in(str(caught.value)) == ("KVP511",)
 
 
+@pytest.mark.parametrize(
+    ("choice", "sessions", "valid"),
+    [
+        (False, True, True),
+        (False, False, True),
+        (0, False, True),  # as vLLM's HTTP server passes false
+        (True, True, True),
+        (1, True, True),
+        (True, False, False),
+        (1, False, False),
+        ("false", True, False),
+        (0.0, True, False),
+        (2, True, False),
+        (None, True, False),
+        ([], True, False),
+        ("x" * 10**6, True, False),
+    ],
+)
+def test_a_request_can_decline_sessions(validate, choice, sessions, valid, monkeypatch):
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_kvplugins.vllm_adapter.config.request_params import uses_sessions
+    from vllm_kvplugins.vllm_adapter.frontend import request_validation as checks
+
+    settings = {"name": "snapkv", "sessions": sessions}
+    monkeypatch.setattr(checks, "request_of", lambda config: settings)
+    params = {"extra_args": {"kv_session": choice}, "max_tokens": 9}
+    if valid:
+        assert validate("snapkv", params, pool=1000) == 9
+        made = SimpleNamespace(extra_args=params["extra_args"])
+        assert uses_sessions(made) == bool(choice)
+        return
+    with pytest.raises(VLLMValidationError) as caught:
+        validate("snapkv", params, pool=1000)
+    assert codes_in(str(caught.value)) == ("KVP512",)
+    assert len(str(caught.value)) < 700
+
+
 def test_requests_do_not_parse_the_policy_again(monkeypatch):
     """SeKV reads its router when it is parsed, which took 77 ms per request."""
     from vllm_kvplugins.vllm_adapter.config import engine_config

@@ -19,6 +19,7 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 import torch
+from click.testing import Result
 from safetensors import safe_open
 from test_session_store import session, tokens
 from typer.testing import CliRunner
@@ -290,7 +291,7 @@ def test_strange_files_are_skipped(tmp_path):
     for name in strange:
         with pytest.raises(SessionFileError):
             files.read(name.split(".")[0], 0)
-    listed = CliRunner().invoke(app, ["sessions", "ls", str(tmp_path), "--json"])
+    listed = CliRunner().invoke(app, ["sessions", "list", str(tmp_path), "--json"])
     problems = {f["session"]: f["problem"] for f in json.loads(listed.stdout)}
     assert problems.pop("good") is None
     assert set(problems) == {"link", "pipe", "folder", "text"}
@@ -551,20 +552,90 @@ def test_the_old_name_of_a_setting_works_and_warns_once(monkeypatch, caplog):
     parse_policy({"name": "flowkv", "session_park": False})
 
 
-def test_the_command_line_lists_and_removes(tmp_path):
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["sessions", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(("ls", "rm"), [("list", "delete"), ("ls", "rm")])
+def test_the_command_line_lists_and_deletes(tmp_path, ls, rm):
+    """Also under the old names."""
     files = folder(tmp_path)
     for name in ("aaa", "abb", "ccc"):
         write(files, name)
     (files.folder / "bad.r0of1.safetensors").write_bytes(b"x")
-    run = CliRunner().invoke
-    listed = json.loads(run(app, ["sessions", "ls", str(tmp_path), "--json"]).stdout)
+    listed = json.loads(run(ls, tmp_path, "--json").stdout)
     assert {item["session"] for item in listed} == {"aaa", "abb", "ccc", "bad"}
     assert {item["tokens"] for item in listed} == {0, 9}
-    assert "cannot be read" in run(app, ["sessions", "ls", str(tmp_path)]).stdout
-    assert run(app, ["sessions", "rm", str(tmp_path)]).exit_code == 2
-    assert run(app, ["sessions", "rm", str(tmp_path), "zzz"]).exit_code == 1
-    assert "removed 2" in run(app, ["sessions", "rm", str(tmp_path), "a"]).stdout
+    assert "cannot be read" in run(ls, tmp_path).stdout
+    assert run(rm, tmp_path).exit_code == 2
+    assert run(rm, tmp_path, "zzz").exit_code == 1
+    assert "removed 2" in run(rm, tmp_path, "a").stdout
     os.utime(files.path("ccc", 0), (1000, 1000))
-    run(app, ["sessions", "rm", str(tmp_path), "--older-than", "1"])
+    run(rm, tmp_path, "--older-than", "1")
     assert [p.name for p in files.folder.iterdir()] == ["bad.r0of1.safetensors"]
-    assert "removed 1" in run(app, ["sessions", "rm", str(tmp_path), "--all"]).stdout
+    assert "removed 1" in run(rm, tmp_path, "--all").stdout
+    assert run(ls, tmp_path / "nowhere").exit_code == 1
+
+
+def test_the_command_line_shows_a_session_and_checks_its_contents(tmp_path):
+    files = folder(tmp_path)
+    each = session("abc", np.arange(9, dtype=np.int32), at=8)
+    files.write(each, 0, cache())
+    write(files, "abe")
+    shown = run("show", tmp_path, "abc", "--json")
+    assert shown.exit_code == 0
+    found = json.loads(shown.stdout)
+    assert (found["session"], found["tokens"], found["owner"]) == ("abc", 9, "o")
+    assert found["compaction"]["at_tokens"] == 8
+    assert (found["facts"]["model"], found["problems"]) == ("m", [])
+    assert "model: m" in run("show", tmp_path, "abc").stdout
+    assert codes_in(run("show", tmp_path, "ab").stderr) == ("KVP605",)
+    path = files.path("abc", 0)
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 4
+    path.write_bytes(raw)
+    assert json.loads(run("list", tmp_path, "--json").stdout)[0]["problem"] is None
+    damaged = run("show", tmp_path, "abc")
+    assert damaged.exit_code == 1
+    assert "contents have changed" in damaged.stdout
+
+
+def test_the_command_line_collects_garbage(tmp_path):
+    """And nothing else: files of other versions, links and new parts stay."""
+    files = folder(tmp_path)
+    two = SessionFolder(tmp_path, files.identity, ranks=2)
+    write(files, "good")
+    put_strange_files(files)
+    for name, ranks, age_s in (("whole", (0, 1), 9999), ("half", (1,), 9999)):
+        for rank in ranks:
+            two.write(session(name, np.arange(9, dtype=np.int32)), rank, cache())
+            os.utime(two.path(name, rank), (time.time() - age_s,) * 2)
+    two.write(session("new", np.arange(9, dtype=np.int32)), 0, cache())
+    other = {"format": "kvp-session-2"}
+    tensor_file.write(files.path("other", 0), {"tokens": torch.zeros(3)}, other)
+    for name in ("cut", "bit"):
+        path = write(files, name)
+        raw = path.read_bytes()
+        changed = raw.replace(b'"owner": "o"', b'"owner": "p"')
+        path.write_bytes(raw[:-7] if name == "cut" else changed)
+    (files.folder / "s.r0of1.safetensors.12.part").write_bytes(b"half")
+    before = {path.name for path in files.folder.iterdir()}
+    garbage = {
+        "s.r0of1.safetensors.12.part",
+        *(f"{name}.r0of1.safetensors" for name in ("cut", "bit", "text")),
+        "half.r1of2.safetensors",
+    }
+    planned = run("gc", tmp_path, "--dry-run")
+    assert "would remove 1 temporary" in planned.stdout
+    assert {path.name for path in files.folder.iterdir()} == before
+    done = run("gc", tmp_path)
+    assert "3 damaged files, 1 files of incomplete sessions" in done.stdout
+    assert before - {path.name for path in files.folder.iterdir()} == garbage
+    assert "removed 0 temporary" in run("gc", tmp_path).stdout
+
+
+def test_a_file_that_cannot_be_deleted_is_named(tmp_path):
+    files = folder(tmp_path)
+    (files.folder / "folder.r0of1.safetensors").mkdir()
+    failed = run("delete", tmp_path, "--all")
+    assert codes_in(failed.stderr) == ("KVP608",)

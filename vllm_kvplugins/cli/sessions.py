@@ -1,4 +1,4 @@
-"""``kvplugins sessions``: list and remove the sessions in a ``session_dir``."""
+"""``kvplugins sessions``: list, show and delete the sessions in a ``session_dir``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from vllm_kvplugins.cli.console import fail, out, user_errors
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 sessions = typer.Typer(
     name="sessions",
-    help="List and remove conversations in a session_dir.",
+    help="List, show and delete conversations in a session_dir.",
     no_args_is_help=True,
 )
 Folder = Annotated[Path, typer.Argument(help="session_dir of a server.", metavar="DIR")]
 
 
-@sessions.command("ls")
+@sessions.command("list")
 def list_sessions(
     folder: Folder,
     as_json: Annotated[
@@ -50,47 +51,150 @@ def list_sessions(
             f"{file.num_bytes / (1 << 20):.1f}",
             Path(file.facts.get("model", "")).name,
             file.facts.get("policy", "").split(" ")[0],
-            file.problem or "",
+            escape(file.problem or ""),
         )
     out().print(table)
 
 
-@sessions.command("rm")
-def remove_sessions(
+@sessions.command("show")
+def show_session(
+    folder: Folder,
+    name: Annotated[str, typer.Argument(help="First characters of a session ID.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show one session, and read its files to check their contents."""
+    files = _chosen(folder, [name])
+    ids = sorted({file.session_id for file in files})
+    if len(ids) > 1:
+        fail(coded("KVP605", f"{name} is not unique: {', '.join(ids)}; write more"))
+    shown = _described(files)
+    if as_json:
+        typer.echo(json.dumps(shown, indent=2))
+    else:
+        table = Table(show_header=False, box=None)
+        for key, value in shown.items():
+            table.add_row(key, escape("\n".join(map(str, _as_lines(value)))))
+        out().print(table)
+    if shown["problems"]:
+        raise typer.Exit(1)
+
+
+@sessions.command("delete")
+def delete_sessions(
     folder: Folder,
     names: Annotated[
         list[str] | None, typer.Argument(help="First characters of session IDs.")
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Remove all sessions.")
+        bool, typer.Option("--all", help="Delete all sessions.")
     ] = False,
     older_than_h: Annotated[
         float | None,
         typer.Option(
-            "--older-than", help="Remove sessions unused for this many hours.", min=0
+            "--older-than", help="Delete sessions unused for this many hours.", min=0
         ),
     ] = None,
 ) -> None:
-    """Remove sessions. A server that still knows them recomputes them."""
+    """Delete sessions. A server that still knows them recomputes them."""
     if bool(names) + everything + (older_than_h is not None) != 1:
         message = "choose sessions: give IDs, or --all, or --older-than HOURS"
         fail(coded("KVP603", message), 2)
-    files = _files(folder)
-    if names:
-        unknown = [n for n in names if not any(_named(f, [n]) for f in files)]
-        if unknown:
-            message = (
-                f"{folder} has no session {', '.join(unknown)}; `kvplugins sessions "
-                "ls` lists them"
-            )
-            fail(coded("KVP605", message))
-        files = [file for file in files if _named(file, names)]
-    elif older_than_h is not None:
+    files = _chosen(folder, names) if names else _files(folder)
+    if older_than_h is not None:
         before = time.time() - 3600 * older_than_h
         files = [file for file in files if file.last_used < before]
-    for file in files:
-        file.path.unlink(missing_ok=True)
+    _delete([file.path for file in files])
     out().print(f"removed {len({file.session_id for file in files})} sessions")
+
+
+@sessions.command("gc")
+def collect_garbage(
+    folder: Folder,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what would be deleted.")
+    ] = False,
+) -> None:
+    """Delete what no server needs: leftovers of killed servers, damaged files, and
+    sessions of which a rank's part is missing. Safe while servers run."""
+    _files(folder)
+    from vllm_kvplugins.sessions.files import find_garbage
+
+    garbage = find_garbage(folder)
+    kinds = {
+        "temporary files of killed servers": garbage.leftovers,
+        "damaged files": garbage.damaged,
+        "files of incomplete sessions": garbage.incomplete,
+    }
+    paths = [path for found in kinds.values() for path in found]
+    for path in paths:
+        out().print(escape(str(path)), soft_wrap=True)
+    if not dry_run:
+        _delete(paths)
+    verb = "would remove" if dry_run else "removed"
+    counts = ", ".join(f"{len(found)} {kind}" for kind, found in kinds.items())
+    out().print(f"{verb} {counts}", soft_wrap=True)
+
+
+# Old names, for one version.
+sessions.command("ls", hidden=True, deprecated=True)(list_sessions)
+sessions.command("rm", hidden=True, deprecated=True)(delete_sessions)
+
+
+def _delete(paths: Iterable[Path]) -> None:
+    """Delete files; ends the command at the first that cannot be deleted."""
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            fail(coded("KVP608", f"{path} cannot be deleted: {error.strerror}"))
+
+
+def _chosen(folder: Path, names: list[str]) -> list[FoundFile]:
+    """Files of the sessions whose IDs begin with ``names``."""
+    files = _files(folder)
+    unknown = [n for n in names if not any(_named(f, [n]) for f in files)]
+    if unknown:
+        message = (
+            f"{folder} has no session {', '.join(unknown)}; `kvplugins sessions list` "
+            "shows them"
+        )
+        fail(coded("KVP605", message))
+    return [file for file in files if _named(file, names)]
+
+
+def _described(files: list[FoundFile]) -> dict[str, object]:
+    """One session: what its files say, and what is wrong with them."""
+    from vllm_kvplugins.sessions.files import verify
+    from vllm_kvplugins.sessions.tensor_file import SessionFileError
+
+    problems, about = [], dict[str, str]()
+    for file in files:
+        try:
+            about = verify(file.path)
+        except SessionFileError as error:
+            problems.append(str(error))
+        else:
+            problems += [file.problem] if file.problem else []
+    used = max(file.last_used for file in files)
+    return {
+        "session": files[0].session_id,
+        "files": [str(file.path) for file in files],
+        "num_bytes": sum(file.num_bytes for file in files),
+        "last_used": datetime.fromtimestamp(used).isoformat(" ", "seconds"),
+        "tokens": max(file.tokens for file in files),
+        "compaction": json.loads(about.get("compaction", "null")),
+        "owner": about.get("owner"),
+        "facts": files[0].facts,
+        "problems": problems,
+    }
+
+
+def _as_lines(value: object) -> list[object]:
+    if isinstance(value, list):
+        return value or ["none"]
+    if isinstance(value, dict):
+        return [f"{key}: {each}" for key, each in value.items()]
+    return ["none" if value is None else value]
 
 
 def _named(file: FoundFile, names: Iterable[str]) -> bool:

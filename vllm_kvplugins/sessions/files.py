@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -34,7 +35,9 @@ from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
 FORMAT = "kvp-session-3"
 _SUFFIX = ".safetensors"
+_NAME = re.compile(r"(?P<session>[^.]+)\.r\d+of(?P<ranks>\d+)\.safetensors")
 _OBSERVED = "observed"
+_WRITE_S = 3600.0  # all ranks have written their parts of a session by then
 # What a file of valid digests and other meaning raises.
 _CONTENT_ERRORS = (KeyError, TypeError, ValueError, AttributeError)
 
@@ -163,10 +166,7 @@ class SessionFolder:
             SessionFileError: the file is missing, damaged, or of another engine.
         """
         path = self.path(session_id, rank)
-        about, tensors = tensor_file.read(path)
-        digest = about.pop("digest", None)
-        if digest != tensor_file.digest(about, tensors):
-            raise SessionFileError(f"{path.name}: its contents have changed")
+        about, tensors = _verified(path)
         self._check(path, about)
         with contextlib.suppress(OSError):
             os.utime(path)  # the time of the file is the session's last use
@@ -331,6 +331,19 @@ def _unpacked(packed: dict[str, Any] | None) -> Compaction | None:
     return Compaction(**(numbers | spans))
 
 
+def _verified(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Text and tensors of a file whose digest is correct.
+
+    Raises:
+        SessionFileError: it is missing or damaged.
+    """
+    about, tensors = tensor_file.read(path)
+    digest = about.pop("digest", None)
+    if digest != tensor_file.digest(about, tensors):
+        raise SessionFileError(f"{path.name}: its contents have changed")
+    return about, tensors
+
+
 # -- a whole directory, for the command line ---------------------------------------
 
 
@@ -366,6 +379,8 @@ class FoundFile:
         tokens: length of its session.
         last_used: seconds since the epoch.
         problem: why it cannot be loaded; None: its header is valid.
+        damaged: no server can load it. Other files with a problem are of another
+            version, or are no files.
     """
 
     path: Path
@@ -375,6 +390,7 @@ class FoundFile:
     num_bytes: int
     last_used: float
     problem: str | None = None
+    damaged: bool = False
 
 
 def list_files(root: Path) -> list[FoundFile]:
@@ -383,22 +399,86 @@ def list_files(root: Path) -> list[FoundFile]:
         _found_file(path, status)
         for folder, _ in _files_in(root)
         for path, status in _files_in(folder)
-        if path.name.endswith(_SUFFIX) and ".r" in path.name
+        if _NAME.fullmatch(path.name)
     ]
     return sorted(found, key=lambda file: -file.last_used)
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """Files that no server needs.
+
+    Attributes:
+        leftovers: temporary files of processes that no longer run.
+        damaged: session files that cannot be loaded.
+        incomplete: parts of sessions of which another rank's part is missing.
+    """
+
+    leftovers: list[Path]
+    damaged: list[Path]
+    incomplete: list[Path]
+
+
+def find_garbage(root: Path) -> Garbage:
+    """Files under a directory that no server needs.
+
+    A session whose parts are being written is not garbage: a part of it is new.
+    """
+    damaged, parts = [], dict[tuple[Path, str], list[FoundFile]]()
+    for file in list_files(root):
+        if file.damaged:
+            damaged.append(file.path)
+        else:
+            key = (file.path.parent, file.session_id)
+            parts.setdefault(key, []).append(file)
+    incomplete = [
+        file.path
+        for files in parts.values()
+        if len(files) < _num_ranks(files[0].path)
+        and time.time() - files[0].last_used > _WRITE_S
+        for file in files
+    ]
+    leftovers = [
+        path
+        for folder, _ in _files_in(root)
+        for path, _ in _files_in(folder)
+        if tensor_file.is_temporary(path.name) and tensor_file.is_leftover(path)
+    ]
+    return Garbage(leftovers, damaged, incomplete)
+
+
+def _num_ranks(path: Path) -> int:
+    name = _NAME.fullmatch(path.name)
+    assert name is not None, "not a session file"
+    return int(name["ranks"])
 
 
 def _found_file(path: Path, status: os.stat_result) -> FoundFile:
     session_id = path.name.split(".", 1)[0]
     facts: dict[str, str] = {}
-    tokens, problem = 0, None
+    tokens, problem, damaged = 0, None, False
     try:
         about, tensors = tensor_file.read(path, only=("tokens",))
-        if about.get("format") != FORMAT:
-            raise SessionFileError(f"not in format {FORMAT}")
+        damaged = about.get("format") == FORMAT
+        if not damaged:
+            raise SessionFileError(f"{path.name}: not in format {FORMAT}")
         session = _checked_session(path, about, tensors["tokens"])
         facts, tokens = dict(json.loads(about["facts"])), len(session.tokens)
+        damaged = False
     except (SessionFileError, *_CONTENT_ERRORS) as error:
         problem = str(error)
+        damaged = damaged or not tensor_file.is_readable(path)
     size, used = status.st_size, status.st_mtime
-    return FoundFile(path, session_id, facts, tokens, size, used, problem)
+    return FoundFile(path, session_id, facts, tokens, size, used, problem, damaged)
+
+
+def verify(path: Path) -> dict[str, str]:
+    """Read a whole file and compare its digest.
+
+    Returns:
+        Its text.
+
+    Raises:
+        SessionFileError: it is damaged or not a session file.
+    """
+    return _verified(path)[0]

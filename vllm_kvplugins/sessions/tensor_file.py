@@ -128,6 +128,22 @@ def read(
         raise SessionFileError(f"{path.name}: cannot be read ({error})") from error
 
 
+def is_readable(path: Path) -> bool:
+    """Whether a path is a whole file of this kind, or something that is not a file.
+
+    False for a damaged file.
+    """
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return True
+        with safe_open(path, "pt"), path.open("rb"):
+            return True
+    except PermissionError:
+        return True  # unknown
+    except (SafetensorError, OSError, ValueError):
+        return False
+
+
 def digest(about: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
     """Digest of text and tensors."""
     result = hashlib.blake2b(digest_size=16)

@@ -1,4 +1,4 @@
-"""Parameters that a request passes to the policy: turn ends and the patched prompt.
+"""Parameters of a request: turn ends, the patched prompt, whether it uses sessions.
 
 They are in ``SamplingParams.extra_args``; over HTTP, clients send them in
 ``vllm_xargs``.
@@ -13,6 +13,7 @@ from vllm_kvplugins.policies.base import KVCachePolicy
 
 TURN_ENDS = "turn_ends"
 PATCHED_PROMPT = "patched_prompt"
+KV_SESSION = "kv_session"
 _TRANSFER = "kv_transfer_params"  # vLLM's
 _SHOWN_CHARACTERS = 100  # of an invalid value, in the error message
 
@@ -27,6 +28,34 @@ def requested_patched_prompt(sampling_params: Any) -> list[int]:
     """Token IDs of the request's patched prompt; empty if it has none."""
     patched: list[int] = _extra_args(sampling_params).get(PATCHED_PROMPT) or []
     return patched
+
+
+def uses_sessions(sampling_params: Any) -> bool:
+    """Whether the request continues a session and leaves one, where sessions are on."""
+    return bool(_extra_args(sampling_params).get(KV_SESSION, True))
+
+
+def kv_session_problem(sampling_params: Any, sessions_on: bool) -> str | None:
+    """Why the request's choice about sessions is invalid; None if it is valid.
+
+    Args:
+        sessions_on: whether the engine has sessions.
+    """
+    choice = _extra_args(sampling_params).get(KV_SESSION, False)
+    # vLLM turns false and true of vllm_xargs into 0 and 1.
+    if type(choice) not in (bool, int) or choice not in (0, 1):
+        return coded(
+            "KVP512",
+            f"kv_session must be true or false, got {shown(choice)}; false: the "
+            "request neither continues a session nor leaves one",
+        )
+    if choice and not sessions_on:
+        return coded(
+            "KVP512",
+            "kv_session is true, but this server keeps no sessions; remove kv_session, "
+            'or start the server with "sessions": true in --kv-policy-config',
+        )
+    return None
 
 
 def turn_ends_problem(sampling_params: Any, prompt_tokens: int) -> str | None:

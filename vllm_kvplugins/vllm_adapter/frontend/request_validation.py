@@ -15,15 +15,22 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.engine.input_processor import InputProcessor
 
+from vllm_kvplugins.config import parse_sessions
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.log_throttle import LogThrottle
 from vllm_kvplugins.plan.geometry import Lengths
 from vllm_kvplugins.policies.base import KVCachePolicy
-from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of, policy_of
+from vllm_kvplugins.vllm_adapter.config.engine_config import (
+    geometry_of,
+    policy_of,
+    request_of,
+)
 from vllm_kvplugins.vllm_adapter.config.host_memory import host_limit_problem
 from vllm_kvplugins.vllm_adapter.config.layer_groups import other_blocks
 from vllm_kvplugins.vllm_adapter.config.pool import blocks_per_engine, pool_problem
 from vllm_kvplugins.vllm_adapter.config.request_params import (
+    KV_SESSION,
+    kv_session_problem,
     patched_prompt_problem,
     requested_patched_prompt,
     requested_turn_ends,
@@ -85,6 +92,7 @@ def _validate(vllm_config: VllmConfig, policy: KVCachePolicy, request: Any) -> N
     problem = transfer_problem(request.sampling_params)
     if problem is not None:
         raise VLLMValidationError(problem, parameter="kv_transfer_params")
+    _check_kv_session(vllm_config, request)
     if policy.host_storage is not None:
         _check_host_memory(vllm_config, policy, request)
     if policy.spans is not None:
@@ -167,6 +175,15 @@ def _check_turn_ends(request: Any) -> None:
     if problem is not None:
         value = shown(requested_turn_ends(request.sampling_params))
         raise VLLMValidationError(problem, parameter="turn_ends", value=value)
+
+
+def _check_kv_session(vllm_config: VllmConfig, request: Any) -> None:
+    if KV_SESSION not in (getattr(request.sampling_params, "extra_args", None) or {}):
+        return
+    sessions_on = bool(parse_sessions(request_of(vllm_config)).sessions)
+    problem = kv_session_problem(request.sampling_params, sessions_on)
+    if problem is not None:
+        raise VLLMValidationError(problem, parameter=KV_SESSION)
 
 
 def _check_patched_prompt(

@@ -27,7 +27,10 @@ from vllm_kvplugins.sessions.directory import Match, SessionDirectory
 from vllm_kvplugins.sessions.files import Scan, SessionFolder
 from vllm_kvplugins.vllm_adapter.config.engine_config import request_of
 from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
-from vllm_kvplugins.vllm_adapter.config.request_params import requested_patched_prompt
+from vllm_kvplugins.vllm_adapter.config.request_params import (
+    requested_patched_prompt,
+    uses_sessions,
+)
 from vllm_kvplugins.vllm_adapter.scheduler import idle_wakeup
 from vllm_kvplugins.vllm_adapter.scheduler.admission import Admission
 from vllm_kvplugins.vllm_adapter.scheduler.block_manager import ResidencyBlockManager
@@ -135,7 +138,7 @@ class SchedulerSessions:
         Returns:
             None if no session restores more tokens.
         """
-        if not _has_plain_prompt(request) or request.skip_reading_prefix_cache:
+        if not _can_use_sessions(request) or request.skip_reading_prefix_cache:
             return None
         patched = requested_patched_prompt(request.sampling_params)
         best = self._best(request, owner_of(request, patched), more_than)
@@ -197,7 +200,7 @@ class SchedulerSessions:
         match = admission.match
         if match is None:
             self.directory.stop_waiting(request.request_id)
-            if not request.num_preemptions:
+            if not request.num_preemptions and uses_sessions(request.sampling_params):
                 self.directory.count_miss()
             return
         request_id = request.request_id
@@ -224,7 +227,7 @@ class SchedulerSessions:
             tokens < self._manager.block_size
             or admission.awaits_load(request)
             or request.status not in _STATUSES_TO_SAVE
-            or not _has_plain_prompt(request)
+            or not _can_use_sessions(request)
         ):
             return
         plan = self._manager.plans.of(request)
@@ -322,13 +325,14 @@ def _query_bytes_per_token(vllm_config: Any) -> int:
     return int(layers * heads * model.get_head_size() * model.dtype.itemsize)
 
 
-def _has_plain_prompt(request: Any) -> bool:
-    """Whether the prompt consists of token IDs only."""
+def _can_use_sessions(request: Any) -> bool:
+    """Whether the prompt consists of token IDs only, and the client allows sessions."""
     return (
         request.prompt_token_ids is not None
         and request.prompt_embeds is None
         and not request.mm_features
         and request.sampling_params is not None
+        and uses_sessions(request.sampling_params)
     )
 
 
