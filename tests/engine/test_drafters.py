@@ -239,3 +239,12 @@ def test_random_traffic_leaks_nothing_and_changes_no_token(
         assert counts[event] > rounds / 25, counts
     assert counts["differed"] == 0, counts
     assert counts["preemptions"] > 0
+
+
+@pytest.mark.slow
+def test_prompts_that_move_to_the_host_in_blocks(tiny_model, noisy):
+    """The model's layers read host memory; the draft layers see what is resident."""
+    policy = settings_of("icecache") | {"prefill_block": 96}
+    run = speculate(tiny_model, policy, noisy)
+    assert run["compactions"] >= 2 * len(LENGTHS)
+    assert run["accepted"] > run["drafts"] / 100
