@@ -126,6 +126,7 @@ def stored(
     store: dict[str, Any] | None = None,
     filled: bool = False,
     preempt_at: Any = (),
+    ahead: bool = False,
 ) -> dict[str, Any]:
     """Serve prompts twice, with an empty prefix cache each time.
 
@@ -138,7 +139,7 @@ def stored(
 
     if filled:
         STORE.update(torch.load(path))
-    driver = engine(model, policy, store or {})
+    driver = engine(model, policy, store or {}, async_scheduling=ahead)
     first = ask(driver, preempt_at=preempt_at)
     saves = len(SEEN.saves)
     assert driver.scheduler.reset_prefix_cache()

@@ -71,7 +71,7 @@ class StoreConnector(KVConnectorBase_V1):
         self._to_keep: list[Transfer] = []
         # worker
         self._caches: dict[str, Any] = {}
-        self._arriving: dict[str, int] = {}  # steps until it has arrived
+        self._arriving: list[tuple[int, Transfer]] = []  # steps to go
         self._sent: set[str] = set()
         self._invalid: set[int] = set()
 
@@ -167,18 +167,22 @@ class StoreConnector(KVConnectorBase_V1):
         meta = self._get_connector_metadata()
         assert isinstance(meta, StoreMetadata)
         for load in meta.loads:
-            SEEN.loads += len(load.keys)
-            for key, block in zip(load.keys, load.blocks, strict=True):
-                if len(key) in self._broken:
-                    self._invalid.add(block)
-                    continue
-                for layer, cache in self._caches.items():
-                    cache[block] = STORE[key][layer]
             if self._loads == "async":
-                self._arriving[load.request] = self._steps
+                self._arriving.append((self._steps, load))
+            else:
+                self._load(load)
         for kept in meta.kept:
             self._save(kept)
             self._sent.add(kept.request)
+
+    def _load(self, load: Transfer) -> None:
+        SEEN.loads += len(load.keys)
+        for key, block in zip(load.keys, load.blocks, strict=True):
+            if len(key) in self._broken:
+                self._invalid.add(block)
+                continue
+            for layer, cache in self._caches.items():
+                cache[block] = STORE[key][layer]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
@@ -204,11 +208,14 @@ class StoreConnector(KVConnectorBase_V1):
     def get_finished(
         self, finished_req_ids: set[str]
     ) -> tuple[set[str] | None, set[str] | None]:
-        for request in self._arriving:
-            self._arriving[request] -= 1
-        arrived = {name for name, left in self._arriving.items() if left <= 0}
-        for request in arrived:
-            del self._arriving[request]
+        arrived = set()
+        for steps, load in self._arriving:
+            if steps == 1:
+                self._load(load)
+                arrived.add(load.request)
+        self._arriving = [
+            (steps - 1, load) for steps, load in self._arriving if steps > 1
+        ]
         sent, self._sent = self._sent, set()
         SEEN.released += len(sent)
         return sent or None, arrived or None

@@ -58,6 +58,24 @@ def test_it_is_shown_exact_blocks_and_serves_them_back(tiny_model, exact, name):
     assert result["tracked"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps", [False, True], ids=["at-once", "at-the-end"])
+@pytest.mark.parametrize("name", ["snapkv", "flowkv", "full"])
+def test_it_is_shown_exact_blocks_with_steps_in_flight(tiny_model, exact, name, keeps):
+    result = call(
+        "stored",
+        model=tiny_model,
+        policy=POLICIES[name],
+        path=exact,
+        store={"keeps": keeps},
+        ahead=True,
+    )
+    assert result["wrong"] == []
+    assert result["loads"] > 0
+    assert result["first"] == result["again"] == recomputed(tiny_model, name)
+    assert result["tracked"] == 0
+
+
 @pytest.mark.parametrize("name", SLOW)
 def test_it_is_shown_no_block_of_the_past(tiny_model, exact, name):
     """Blocks that a connector saves when a request ends are exact, and still held."""
@@ -82,7 +100,7 @@ CUTS = {
     "icecache": 700 - 1,
     "streaming-llm": 700 - 1,
     "full": 704,
-    "prefill-blocks": 192 - 64,
+    "prefill-blocks": 96 + 192 - 64,
     "decode-budget": 700 - 64,
     "no-queries": 700 - 1,
 }
@@ -188,22 +206,25 @@ def test_a_failed_load_fails_the_request_by_default(tiny_model, exact):
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"),
+    ("prefill", "decode", "multi"),
     [
-        (None, "snapkv"),
-        pytest.param(None, "flowkv", marks=pytest.mark.slow),
-        pytest.param(None, "full", marks=pytest.mark.slow),
-        pytest.param("full", "snapkv", marks=pytest.mark.slow),
-        pytest.param("snapkv", "snapkv", marks=pytest.mark.slow),
+        (None, "snapkv", False),
+        pytest.param(None, "flowkv", False, marks=pytest.mark.slow),
+        pytest.param(None, "full", False, marks=pytest.mark.slow),
+        pytest.param("full", "snapkv", False, marks=pytest.mark.slow),
+        pytest.param("snapkv", "snapkv", False, marks=pytest.mark.slow),
+        pytest.param(None, "snapkv", True, marks=pytest.mark.slow),
     ],
 )
-def test_prefill_and_decode(tiny_model, tmp_path, prefill, decode):
+def test_prefill_and_decode(tiny_model, tmp_path, prefill, decode, multi):
+    """Args: multi: the connector is in a MultiConnector on the decode side."""
     names = ["middle", "long"]
     shared = {"model": tiny_model, "folder": str(tmp_path), "names": names}
     policy = None if prefill is None else POLICIES[prefill]
     first = call("shared", policy=policy, role="kv_producer", **shared)
     assert first["files"] == 2 * 2  # prompts, layers
-    second = call("shared", policy=POLICIES[decode], role="kv_consumer", **shared)
+    policy = POLICIES[decode]
+    second = call("shared", policy=policy, role="kv_consumer", multi=multi, **shared)
     expected = recomputed(tiny_model, decode)
     assert second["tokens"] == {name: expected[name] for name in names}
     if decode != "flowkv":

@@ -218,7 +218,9 @@ _EVERYWHERE = {
     "get_num_new_matched_tokens(request num_computed_tokens) "
     "update_state_after_alloc(request blocks num_external_tokens) "
     "request_finished(request blocks) "
-    "request_finished_all_groups(request block_ids) build_kv_connector_stats(data)",
+    "request_finished_all_groups(request block_ids) build_kv_connector_stats(data) "
+    "build_prom_metrics()",
+    f"{_CONNECTOR}.multi_connector:MultiKVConnectorPromMetrics": "_prom_metrics",
     f"{_CONNECTOR}.multi_connector:MultiKVConnectorMetadata": "metadata",
     f"{_CONNECTOR}.multi_connector:MultiKVConnectorStats": "data",
     f"{_TRANSFER}.kv_connector.factory:KVConnectorFactory": "get_connector_class("

@@ -13,10 +13,14 @@ compaction rewrites some of them (``wait_for_save``).
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
     MultiKVConnectorMetadata,
@@ -186,16 +190,45 @@ class ComposedConnector(MultiConnector):
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        """Rebuild statistics; vLLM knows our connector under no name."""
-        theirs = dict(data or {})
-        ours = theirs.pop(_NAME, None)
-        stats = super().build_kv_connector_stats(theirs) or MultiKVConnectorStats()
-        if ours is not None:
-            is_built = isinstance(ours, KVConnectorStats)
-            stats.data[_NAME] = (
-                ours if is_built else KVPolicyConnector.build_kv_connector_stats(ours)
-            )
+        """Rebuild statistics that were sent between processes.
+
+        vLLM finds classes by registered name. Ours has none, and neither has a
+        connector with a module path, whose statistics are left out.
+        """
+        stats = MultiKVConnectorStats()
+        for name, each in (data or {}).items():
+            if isinstance(each, KVConnectorStats):
+                stats[name] = each
+            elif name == _NAME:
+                stats[name] = KVPolicyConnector.build_kv_connector_stats(each)
+            else:
+                with contextlib.suppress(ValueError):
+                    rebuilt = super().build_kv_connector_stats({name: each})
+                    stats.data.update(rebuilt.data)
         return stats
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
+        return _KnownMetrics(super().build_prom_metrics(*args, **kwargs))
+
+
+class _KnownMetrics(KVConnectorPromMetrics):
+    """Metrics of the connectors that have some.
+
+    Args:
+        metrics: vLLM's, which fail on statistics of a connector without metrics.
+    """
+
+    def __init__(self, metrics: Any) -> None:
+        self._metrics = metrics
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        known = {
+            name: each
+            for name, each in transfer_stats_data.items()
+            if name in self._metrics._prom_metrics
+        }
+        self._metrics.observe(known, engine_idx)
 
 
 def our_metadata(metadata: Any) -> SessionCommandMetadata | None:
