@@ -1,0 +1,309 @@
+"""Directory, store and files of sessions under random operations and faults.
+
+Everything but the copies between pool and host is real: threads, files, late
+acknowledgements. Saved pages contain their own tokens, so that a load shows whether it
+got the right session. ``KVP_TEST_OPERATIONS``: number of operations.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
+from vllm_kvplugins.sessions import tensor_file
+from vllm_kvplugins.sessions.commands import Session, Tokens
+from vllm_kvplugins.sessions.directory import SessionDirectory
+from vllm_kvplugins.sessions.files import Identity, SessionFolder
+from vllm_kvplugins.sessions.snapshot import CacheSnapshot
+from vllm_kvplugins.sessions.store import SessionStore
+
+_BY_TIER = "100000" if os.environ.get("KVP_TEST_TIER") == "all" else "10000"
+OPERATIONS = int(os.environ.get("KVP_TEST_OPERATIONS", _BY_TIER))
+PAGE, MEMORY_BYTES, DISK_BYTES, MAX_AGE_S = 64, 64 * 40, 1200 * 60, 400.0
+
+
+def snapshot(tokens: Tokens, compaction: Compaction | None) -> CacheSnapshot:
+    """Pages that consist of the tokens whose cache they are."""
+    return CacheSnapshot(
+        tokens=len(tokens),
+        compaction=compaction,
+        counts=torch.zeros(1, dtype=torch.int64),
+        positions=torch.zeros(1, 0, dtype=torch.int32),
+        retained=torch.zeros(0, PAGE, dtype=torch.uint8),
+        tail=torch.from_numpy(tokens.copy()).view(torch.uint8)[None],
+        layout="l",
+    )
+
+
+class Pool:
+    """The transfer of a worker, without a pool: a request's cache is its tokens.
+
+    Attributes:
+        caches: tokens of the requests that end in this step.
+        restored: tokens that each request got.
+    """
+
+    def __init__(self) -> None:
+        self.caches: dict[str, Tokens] = {}
+        self.restored: dict[str, Tokens] = {}
+        self.fails = False
+
+    def save(self, request: str, compaction: Any, *arguments: Any) -> CacheSnapshot:
+        if self.fails:
+            raise MemoryError("none left")
+        return snapshot(self.caches.pop(request), compaction)
+
+    def restore(
+        self, request: str, prompt: int, saved: CacheSnapshot, tokens: int, *rest: Any
+    ) -> None:
+        if self.fails:
+            raise MemoryError("none left")
+        cache = saved.tail.reshape(-1).view(torch.int32).numpy()
+        self.restored[request] = cache[:tokens].copy()
+
+    def mismatch(self, saved: CacheSnapshot) -> str | None:
+        return None
+
+    def discard(self, saved: CacheSnapshot) -> None:
+        """Nothing to free."""
+
+
+class Machine:
+    """One engine after the other with the same ``session_dir``."""
+
+    def __init__(self, root: Path, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.root, self.now, self.number = root, 0.0, 0
+        self.histories: list[Tokens] = [np.arange(8, dtype=np.int32)]
+        self.responds = threading.Event()
+        self.responds.set()
+        self.full = False
+        self.hits = 0
+        self.start()
+
+    def start(self) -> None:
+        """A new engine, which finds the files of the last one."""
+        self.files = SessionFolder(self.root, Identity.of(model="m"))
+        self.files.prepare()
+        scan = self.files.scan()
+        self.pool = Pool()
+        self.store = SessionStore(self.pool, self.files)  # type: ignore[arg-type]
+        self.directory = SessionDirectory(
+            MEMORY_BYTES,
+            min_tokens=4,
+            writes=True,
+            disk_bytes=DISK_BYTES,
+            other_disk_bytes=min(scan.other_bytes, DISK_BYTES // 2),
+            max_age_s=MAX_AGE_S,
+            clock=lambda: self.now,
+        )
+        for found in scan.sessions:
+            self.directory.add_file(found.session, found.age_s, found.file_bytes)
+
+    def step(self) -> None:
+        commands = self.directory.take_commands()
+        loads = {load.request_id: load for load in commands.loads}
+        self.store.save(commands)
+        self.store.execute(commands)
+        for request, load in loads.items():
+            cache = self.pool.restored.pop(request, None)
+            if cache is not None:
+                expected = self.expected.pop(request)[: load.tokens]
+                assert (cache == expected).all(), "another session's cache"
+                self.hits += 1
+        self.directory.process(self.store.take_acks())
+        assert self.store.held_bytes <= MEMORY_BYTES
+        assert self.directory.held_bytes <= MEMORY_BYTES
+
+    expected: dict[str, Tokens]
+
+    # -- operations ---------------------------------------------------------------
+
+    def request(self) -> None:
+        """A request continues a history, or branches off from it, and ends."""
+        rng = self.rng
+        known = rng.choice(self.histories)
+        known = known[: max(1, len(known) - rng.choice((0, 0, 0, 1, 5, 20)))]
+        new = [rng.randrange(50) for _ in range(rng.randrange(1, 12))]
+        prompt = np.append(known, new).astype(np.int32)[:160]
+        owner = rng.choice("ab")
+        self.number += 1
+        name = f"r{self.number}"
+        self.expected = {name: prompt}
+        match = next(self.directory.find(owner, prompt), None)
+        if match is not None and match.ready:
+            assert match.session.owner == owner
+            self.directory.load(match, name, len(prompt), ())
+        elif match is not None:
+            self.directory.fetch(match, name)
+            self.step()
+            if rng.random() < 0.5:
+                self.wait_for_reads()
+            self.directory.stop_waiting(name)
+        self.histories = [*self.histories[-30:], prompt]
+        self.pool.caches[name] = prompt
+        at = rng.choice((0, len(prompt) // 8 * 4))
+        span = BlockSpan(0, at // 4)
+        compaction = Compaction(at, span, span) if at else None
+        name_of = f"s{self.number}"
+        done = Session(name_of, owner, prompt, compaction, prompt.nbytes, len(prompt))
+        self.directory.save(done, name, ())
+        self.step()
+        self.pool.caches.clear()
+
+    def wait_for_reads(self) -> None:
+        end = time.monotonic() + 10
+        while self.responds.is_set() and time.monotonic() < end:
+            if all(read.done() for read in self.store._reads.values()):
+                return
+            time.sleep(0.0005)
+
+    def pass_time(self) -> None:
+        self.now += self.rng.choice((0.1, 5.0, 60.0))
+        self.directory.expire()
+
+    def reset(self) -> None:
+        if self.rng.random() < 0.02:
+            self.directory.clear()
+
+    def stall(self) -> None:
+        """The disk stops to respond, or responds again."""
+        self.responds.clear() if self.rng.random() < 0.2 else self.responds.set()
+
+    def fill_disk(self) -> None:
+        self.full = self.rng.random() < 0.2
+
+    def fill_memory(self) -> None:
+        self.pool.fails = self.rng.random() < 0.05
+
+    def damage(self) -> None:
+        """Change, cut, remove or replace a file."""
+        files = sorted(self.files.folder.glob("*.safetensors"))
+        files = [path for path in files if path.is_file()]
+        if not files:
+            return
+        path, how = self.rng.choice(files), self.rng.choice((0, 0, 0, 0, 1, 2, 3, 4))
+        with suppress(OSError):  # the server has deleted it meanwhile
+            raw = bytearray(path.read_bytes())
+            path.unlink()
+            if how == 0:
+                # Often in the pages, which are at the end.
+                last = self.rng.choice((len(raw), 40))
+                raw[-1 - self.rng.randrange(last)] ^= 1 << self.rng.randrange(8)
+                path.write_bytes(raw)
+            elif how == 1:
+                path.write_bytes(raw[: self.rng.randrange(len(raw))])
+            elif how == 2:
+                os.mkfifo(path)
+            elif how == 3:
+                path.symlink_to("nowhere")
+
+    def litter(self) -> None:
+        with suppress(FileNotFoundError):  # the folder has been removed
+            (self.files.folder / f"{self.rng.randrange(3)}.part").write_bytes(b"half")
+
+    def remove_folder(self) -> None:
+        if self.rng.random() < 0.02:
+            shutil.rmtree(self.files.folder, ignore_errors=True)
+            self.restart()
+
+    def change_date(self) -> None:
+        """The file times jump; the directory's clock does not."""
+        for path in list(self.files.folder.glob("*.safetensors"))[:3]:
+            date = time.time() + self.rng.choice((-1e9, -100.0, 1e9))
+            with suppress(OSError):
+                os.utime(path, (date, date), follow_symlinks=False)
+
+    def restart(self) -> None:
+        """The engine ends, after writing its files or by ``kill -9``."""
+        if self.rng.random() < 0.05:
+            self.responds.set()
+            self.full = False
+            self.finish() if self.rng.random() < 0.5 else self.abandon()
+            self.start()
+
+    def abandon(self) -> None:
+        """As after ``kill -9``: nothing is acknowledged."""
+        for write in self.store._writes.values():
+            self.store._writer.cancel(write)
+        self.store.close()
+
+    def finish(self) -> None:
+        self.responds.set()
+        for _ in range(3):
+            self.store.wait_for_writes()
+            self.wait_for_reads()
+            self.step()
+        self.directory.check_integrity()
+        assert self.directory.unwritten_bytes == 0
+        assert not self.directory.pending
+        assert self.store.held_bytes == self.directory.held_bytes
+        self.store.close()
+
+
+@contextmanager
+def disk(machine: Callable[[], Machine]) -> Iterator[None]:
+    """The real functions for files, which stall or fail as the machine says."""
+    write, read = tensor_file.write, tensor_file.read
+
+    def slow_write(*arguments: Any) -> int:
+        assert machine().responds.wait(60)
+        if machine().full:
+            raise OSError(28, "No space left on device")
+        return write(*arguments)
+
+    def slow_read(path: Path, only: Any = None) -> Any:
+        if only is None:
+            assert machine().responds.wait(60)
+        return read(path, only)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_file, "write", slow_write)
+        patch.setattr(tensor_file, "read", slow_read)
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+def test_any_operations_and_faults_give_no_wrong_token(tmp_path, caplog):
+    """No wrong cache, no crash, no more memory than the limit."""
+    caplog.set_level(logging.CRITICAL, "vllm.kv_policy")
+    seed = int(os.environ.get("KVP_TEST_SEED", "20261125"))
+    print("seed", seed)
+    with disk(lambda: machine):
+        machine = Machine(tmp_path / "sessions", seed)
+        operations: dict[Callable[[], None], int] = {
+            machine.request: 30,
+            machine.step: 40,
+            machine.pass_time: 10,
+            machine.reset: 1,
+            machine.stall: 5,
+            machine.fill_disk: 2,
+            machine.fill_memory: 2,
+            machine.damage: 8,
+            machine.litter: 1,
+            machine.remove_folder: 1,
+            machine.change_date: 1,
+            machine.restart: 2,
+        }
+        names, weights = list(operations), list(operations.values())
+        for number in range(OPERATIONS):
+            machine.rng.choices(names, weights)[0]()
+            if number % 50 == 0:
+                machine.directory.check_integrity()
+        machine.finish()
+    counts = machine.directory.counts
+    print(machine.hits, counts)
+    assert machine.hits > OPERATIONS / 100
