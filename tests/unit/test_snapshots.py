@@ -11,7 +11,7 @@ from fake_sessions import SessionEngine
 from test_flowkv import contents, flow
 from test_sessions_runtime import BLOCK, run, says, small
 
-from vllm_kvplugins.engine import compactor
+from vllm_kvplugins.engine import retained_regions
 from vllm_kvplugins.engine.page_table import PageTables
 from vllm_kvplugins.engine.requests import Row
 from vllm_kvplugins.engine.windows import Window
@@ -130,7 +130,7 @@ def lost(engine: SessionEngine, request: Request) -> None:
         (saved_caches, "copy_pages", 1),
         (PageTables, "assign", 0),
         (PageTables, "assign", 1),  # queries of the compaction that is due
-        (compactor, "compact", 0),
+        (retained_regions, "compact", 0),
         (Window, "restored", 0),
     ],
     ids=["tail", "retained", "slot", "later-slot", "compaction", "queries"],

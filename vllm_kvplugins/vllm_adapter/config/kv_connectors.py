@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.model_config import FULL
-from vllm_kvplugins.policies.capabilities import Trigger
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -83,6 +82,9 @@ def is_composed(vllm_config: VllmConfig) -> bool:
 
 def observes_prompt(policy: KVCachePolicy) -> bool:
     """Whether a policy observes every query of a prompt, which loaded tokens lack."""
+    # `kvplugins recommend` runs without torch, which policies import.
+    from vllm_kvplugins.policies.capabilities import Trigger
+
     observation = policy.observation
     return policy.spans is not None or (
         observation is not None and Trigger.PREFILL_CHUNK in observation.triggers
