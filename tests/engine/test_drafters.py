@@ -92,6 +92,7 @@ def check_copied(run: dict[str, Any]) -> None:
     assert rejected <= DRAFTS * run["compactions"] < run["drafts"] / 2, run
 
 
+@pytest.mark.slow
 def test_tokens_and_accepted_drafts_are_those_of_stock(tiny_model, noisy):
     check_is_stock(tiny_model, noisy)
 
