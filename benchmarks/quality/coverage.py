@@ -3,7 +3,8 @@
 Reads a document once with full KV. Offloads its first tokens as the engine would.
 Single later queries then request a budget of tokens from each retriever. Reports the
 attention to the tokens found, summed over the queries that share a KV head, as a share
-of what the exact choice of the same size gets. With ``host_dtype`` the index reads
+of what the exact choice of the same size gets. With ``--append-tokens`` the index gets
+the keys in blocks, as with ``prefill_block``. With ``host_dtype`` the index reads
 quantized keys, and attention is still that of the exact keys.
 
     python benchmarks/quality/coverage.py MODEL DOCUMENTS --json-out coverage.json
@@ -60,7 +61,11 @@ def keys_on_host(policy: Any, keys: torch.Tensor) -> Keys:
 
 
 def coverage(
-    policy: Any, prompt: Prompt, offloaded: range, positions: range
+    policy: Any,
+    prompt: Prompt,
+    offloaded: range,
+    positions: range,
+    append_tokens: int = 0,
 ) -> dict[int, list[float]]:
     """Shares by budget: one per layer, KV head and query."""
     shares: dict[int, list[float]] = {budget: [] for budget in BUDGETS}
@@ -69,7 +74,10 @@ def coverage(
         heads, _, head_dim = keys.shape
         index = policy.new_index(heads, head_dim)
         on_host = keys_on_host(policy, keys)
-        index.append(on_host.gather()[0], 0)
+        rows = on_host.gather()[0]
+        step = append_tokens or len(offloaded)
+        for first in range(0, len(offloaded), step):
+            index.append(rows[:, first : first + step].contiguous(), first)
         scale = prompt.scales[layer]
         for position in positions:
             queries = prompt.queries[layer][:, position]
@@ -90,6 +98,9 @@ def main(
     queries: Annotated[int, typer.Option(help="queries per document and layer")] = 4,
     limit: Annotated[int, typer.Option(help="documents")] = 4,
     policy: Annotated[list[str] | None, typer.Option(help="JSON")] = None,
+    append_tokens: Annotated[
+        int, typer.Option(help="keys that an index gets at once; 0: all")
+    ] = 0,
     json_out: Path | None = None,
 ) -> None:
     """Print and save the shares of every retriever at budgets 64, 128 and 256."""
@@ -110,7 +121,7 @@ def main(
         for number, request in enumerate(track(chosen, document.name, console=console)):
             parsed = parse_policy(request)
             span = range(parsed.sinks, tokens - parsed.window)  # type: ignore[attr-defined]
-            by_budget = coverage(parsed, prompt, span, positions)
+            by_budget = coverage(parsed, prompt, span, positions, append_tokens)
             for budget, some in by_budget.items():
                 shares.setdefault((number, budget), []).extend(some)
     if len(used) < limit:

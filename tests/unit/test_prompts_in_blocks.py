@@ -57,6 +57,13 @@ def test_a_prompt_holds_no_more_than_planned(skip_layers):
         assert len(plan.compactions) >= (tokens - KEEP * BLOCK) // 8 - 2
 
 
+def test_a_policy_says_that_blocks_make_it_worse():
+    assert not parse_policy({"name": "pqcache"}).remarks
+    (remark,) = parse_policy({"name": "pqcache", "prefill_block": 512}).remarks
+    assert "first 512 tokens" in remark
+    assert not parse_policy({"name": "icecache", "prefill_block": 512}).remarks
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", RETRIEVERS)
 def test_random_traffic(name, seed):

@@ -196,6 +196,7 @@ class PQCache(Retriever):
       duration of the prefill.
     - K-means does not use the keys of the window.
     - The hot slots are the only cache on the device.
+    - With ``prefill_block``, k-means sees the first block only.
     - If a prompt offloads no more tokens than there are centroids, k-means waits until
       there are more.
 
@@ -222,6 +223,16 @@ class PQCache(Retriever):
         default=10, ge=1, description="Maximum number of k-means iterations."
     )
     seed: int = Field(default=0, ge=0, description="Random seed of k-means.")
+
+    @property
+    def remarks(self) -> list[str]:
+        if self.prefill_block is None:
+            return []
+        return [
+            f"k-means sees only the first {self.prefill_block} tokens (prefill_block), "
+            "and selections get worse, by half with blocks of 512; give larger blocks, "
+            "or use icecache with index codes"
+        ]
 
     def index_bytes(self, tokens: int, geometry: Geometry) -> int:
         # One byte per part; 64 channels of bfloat16 keys and values have 256 bytes.
