@@ -201,8 +201,9 @@ class Machine:
             path.unlink()
             if how == 0:
                 # Often in the pages, which are at the end.
-                last = self.rng.choice((len(raw), 40))
-                raw[-1 - self.rng.randrange(last)] ^= 1 << self.rng.randrange(8)
+                last = min(self.rng.choice((len(raw), 40)), len(raw))
+                if last:  # an earlier damage may have left nothing
+                    raw[-1 - self.rng.randrange(last)] ^= 1 << self.rng.randrange(8)
                 path.write_bytes(raw)
             elif how == 1:
                 path.write_bytes(raw[: self.rng.randrange(len(raw))])
