@@ -206,7 +206,7 @@ class Machine:
                     raw[-1 - self.rng.randrange(last)] ^= 1 << self.rng.randrange(8)
                 path.write_bytes(raw)
             elif how == 1:
-                path.write_bytes(raw[: self.rng.randrange(len(raw))])
+                path.write_bytes(raw[: self.rng.randrange(max(len(raw), 1))])
             elif how == 2:
                 os.mkfifo(path)
             elif how == 3:
