@@ -206,23 +206,25 @@ def test_a_failed_load_fails_the_request_by_default(tiny_model, exact):
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"),
+    ("prefill", "decode", "multi"),
     [
-        (None, "snapkv"),
-        pytest.param(None, "flowkv", marks=pytest.mark.slow),
-        pytest.param(None, "full", marks=pytest.mark.slow),
-        pytest.param("full", "snapkv", marks=pytest.mark.slow),
-        pytest.param("snapkv", "snapkv", marks=pytest.mark.slow),
+        (None, "snapkv", False),
+        pytest.param(None, "flowkv", False, marks=pytest.mark.slow),
+        pytest.param(None, "full", False, marks=pytest.mark.slow),
+        pytest.param("full", "snapkv", False, marks=pytest.mark.slow),
+        pytest.param("snapkv", "snapkv", False, marks=pytest.mark.slow),
+        pytest.param(None, "snapkv", True, marks=pytest.mark.slow),
     ],
 )
-def test_prefill_and_decode(tiny_model, tmp_path, prefill, decode):
+def test_prefill_and_decode(tiny_model, tmp_path, prefill, decode, multi):
+    """Args: multi: the connector is in a MultiConnector on the decode side."""
     names = ["middle", "long"]
     shared = {"model": tiny_model, "folder": str(tmp_path), "names": names}
     policy = None if prefill is None else POLICIES[prefill]
     first = call("shared", policy=policy, role="kv_producer", **shared)
     assert first["files"] == 2 * 2  # prompts, layers
     policy = POLICIES[decode]
-    second = call("shared", policy=policy, role="kv_consumer", **shared)
+    second = call("shared", policy=policy, role="kv_consumer", multi=multi, **shared)
     expected = recomputed(tiny_model, decode)
     assert second["tokens"] == {name: expected[name] for name in names}
     if decode != "flowkv":

@@ -99,15 +99,6 @@ def argument_problems(args: EngineArgs) -> list[str]:
     reasons = []
     transfer = args.kv_transfer_config
     if transfer is not None and is_configured(transfer):
-        if transfer.kv_connector == _MULTI:
-            reasons.append(
-                coded(
-                    "KVP005",
-                    f"KV connector {_MULTI!r} can keep a request waiting for ever next "
-                    "to a policy; configure one connector without it, or remove "
-                    "--kv-transfer-config",
-                )
-            )
         for config in _leaves(transfer):
             reasons += [
                 coded("KVP005", f"KV connector {config.kv_connector!r} {reason}")
