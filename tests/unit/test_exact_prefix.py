@@ -278,3 +278,31 @@ def test_the_class_keeps_its_name_and_gets_no_block_pool(connector):
     assert issubclass(shown, SupportsHMA)
     assert shown._finishes_all_groups == issubclass(connector, SupportsHMA)
     assert shown.bind_kv_cache_manager is not KVConnectorBase_V1.bind_kv_cache_manager
+
+
+class _Delegating(SupportsHMA):
+    """Handles a single group as vLLM's MultiConnector does."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        return self.request_finished(request, block_ids[0])
+
+    def request_finished(self, request: Any, block_ids: Any) -> Any:
+        self.seen.append((request.num_tokens, block_ids))
+        return True, None
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_connector_may_finish_requests_by_its_other_method(groups):
+    whole = request(answer=10)
+    connector = exact_prefix_class(_Delegating)()
+    connector.exact_prefix = shows(Manager(whole))
+    ids = list(range(1, 12))
+    if groups:
+        result = connector.request_finished_all_groups(whole, (ids,))
+    else:
+        result = connector.request_finished(whole, ids)
+    assert result == (True, None)
+    assert connector.seen == [(EXACT, ids[: EXACT // SIZE])]

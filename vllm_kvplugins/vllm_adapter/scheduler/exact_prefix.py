@@ -387,9 +387,14 @@ class ExactPrefixConnector(SupportsHMA):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        result: tuple[bool, dict[str, Any] | None]
+        if isinstance(request, VisibleRequest):
+            # A connector's own request_finished_all_groups may call this method, with
+            # what it was shown.
+            result = super().request_finished(request, block_ids)
+            return result
         visible = self.exact_prefix.request(request)
         ids = self.exact_prefix.finished(request, block_ids)
-        result: tuple[bool, dict[str, Any] | None]
         if self._finishes_all_groups:
             result = super().request_finished_all_groups(visible, (ids,))
         else:
