@@ -1,4 +1,4 @@
-"""Statistics of our KV connector next to those of another."""
+"""Our KV connector together with another."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from vllm_kvplugins.vllm_adapter.scheduler.composed_connector import (
     ComposedConnector,
     _KnownMetrics,
 )
+from vllm_kvplugins.vllm_adapter.scheduler.connector import KVPolicyConnector
 from vllm_kvplugins.vllm_adapter.scheduler.metrics import PolicyStats
 
 
@@ -30,6 +31,17 @@ def test_statistics_are_rebuilt_and_those_of_unknown_connectors_left_out():
     empty = ComposedConnector.build_kv_connector_stats()
     assert empty is not None
     assert empty.is_empty()
+
+
+def test_an_idle_engine_asks_our_connector_for_the_next_expiry():
+    connector = ComposedConnector.__new__(ComposedConnector)
+    ours = KVPolicyConnector.__new__(KVPolicyConnector)
+    directory = SimpleNamespace(seconds_to_expiry=lambda: 7.0)
+    ours.sessions = SimpleNamespace(directory=directory)
+    connector._connectors = [object(), ours]
+    assert connector.seconds_to_expiry() == 7.0
+    ours.sessions = None
+    assert connector.seconds_to_expiry() is None
 
 
 def test_connectors_without_metrics_are_not_observed():

@@ -94,6 +94,10 @@ class ComposedConnector(MultiConnector):
         """Reservations of host memory."""
         return self._ours.host
 
+    def seconds_to_expiry(self) -> float | None:
+        """Seconds until a session expires; None: none will."""
+        return self._ours.seconds_to_expiry()
+
     def bind_worker(self, runtime: PolicyRuntime, store: SessionStore | None) -> None:
         """Connect our connector to its worker."""
         self._ours.bind_worker(runtime, store)
