@@ -119,7 +119,7 @@ def kernel(request, monkeypatch):
     if request.param == "plain":
         module = "vllm_kvplugins.ops.tiled_attention"
         monkeypatch.setattr(f"{module}._has_flash", lambda device: False)
-        monkeypatch.setattr(f"{module}._MAX_SCORES", 1000)
+        monkeypatch.setattr(f"{module}._MAX_SCORES", 100)
 
 
 @pytest.mark.usefixtures("kernel")

@@ -497,7 +497,8 @@ def _notes(
     if best.prefill_block is not None and keeps_all:
         yield (
             "the prompt does not fit the pool, so it moves to host memory while it is "
-            "read (prefill_block); its tokens still attend to all of it"
+            "read (prefill_block); its tokens still attend to all of it. What "
+            "generated tokens find was measured without prefill_block"
         )
     elif best.prefill_block is not None:
         yield (

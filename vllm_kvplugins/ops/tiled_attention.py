@@ -71,27 +71,32 @@ class TiledAttention:
             self._merge(output, lse)
             return
         step = max(_MAX_SCORES // self._lse.numel(), 1)
-        if causal:
-            step = keys.shape[1]
         for first in range(0, keys.shape[1], step):
             tile = slice(first, first + step)
-            self._merge(*self._plain(queries, keys[:, tile], values[:, tile], causal))
+            before = first if causal else None
+            self._merge(*self._plain(queries, keys[:, tile], values[:, tile], before))
 
     def _plain(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        causal: bool,
+        before: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention by matrix products in float32."""
+        """Attention by matrix products in float32.
+
+        Args:
+            before: number of the queries' own tokens that precede the keys; None: every
+                query sees all keys.
+        """
         logits = (queries.float() @ keys.float().transpose(1, 2)).mul_(self._scale)
-        if causal:
-            later = torch.ones(logits.shape[1:], dtype=torch.bool, device=keys.device)
-            logits.masked_fill_(later.triu_(1), -math.inf)
+        if before is not None:
+            seen = torch.ones(logits.shape[1:], dtype=torch.bool, device=keys.device)
+            logits.masked_fill_(~seen.tril_(-before), -math.inf)
         lse = logits.logsumexp(-1)
-        weights = logits.sub_(lse.unsqueeze(-1)).exp_()
-        return weights @ values.float(), lse
+        # The first queries see none of the later keys, and get zeros.
+        at_least = lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)
+        return logits.sub_(at_least).exp_() @ values.float(), lse
 
     def _merge(self, output: torch.Tensor, lse: torch.Tensor) -> None:
         lse, output = lse.view(self._lse.shape), output.view(self._output.shape)
