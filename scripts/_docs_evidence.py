@@ -109,15 +109,16 @@ def headline() -> str:
         keeping = [c for c in cells if c.get("host_bytes")]
         if not dropping or not keeping:
             continue
-        best = max(keeping, key=_count)
+        best = max(keeping, key=lambda cell: (_count(cell), -cell[KL]["mean"]))
         low, high, asked = dropping[0], dropping[-1], stock[PASSKEY]["samples"]
         lines.append(
             f"On {model['model']}, with {percent(share)} of a context of "
             f"{model['settings']['tokens']} tokens, policies that drop tokens find "
             f"{low} to {high} of {asked} pass keys, "
             f"and `{best['label']}`, which keeps the rest in host memory "
-            f"({best['host_bytes'] / MIB:.0f} MiB), finds {_count(best)}; stock vLLM "
-            f"finds {_count(stock)}."
+            f"({best['host_bytes'] / MIB:.0f} MiB), finds {_count(best)}; stock vLLM, "
+            f"with {stock['device_bytes'] / MIB:.0f} MiB on the device, finds "
+            f"{_count(stock)}."
         )
     text = " ".join(
         (

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import speculating
 from draft_models import (
     drafter,
     write_calm_copy,
@@ -23,11 +24,11 @@ from draft_models import (
 )
 from harness import run_scenario
 from policy_settings import SMALL_BUDGETS, configure
+from speculating import LENGTHS
 
 pytestmark = pytest.mark.engine
 
 SEED = 5
-LENGTHS = [40, 130, 300, 410, 555, 700]
 FULL = {"name": "full"}
 DRAFTS = 3
 _ALL = os.environ.get("KVP_TEST_TIER") == "all"
@@ -50,23 +51,8 @@ def speculate(
     model: str, policy: dict[str, Any], drafts: dict[str, Any], **arguments: Any
 ) -> dict[str, Any]:
     """A run whose tokens, blocks and state are those without speculation."""
-    arguments = {
-        "lengths": LENGTHS,
-        "max_tokens": 120,
-        "seed": SEED,
-        "max_model_len": 4096,
-    } | arguments
-    run: dict[str, Any] = run_scenario(
-        "scenarios_speculation:speculate",
-        {"model": model, "policy": policy, "drafter": drafts} | arguments,
-        timeout=580,
-    )
-    print({key: run[key] for key in ("drafts", "accepted", "compactions")})
-    for kind in ("together", "alone"):
-        assert run[kind] == run["plain"], kind
-    for request, (most, bound) in run["held"].items():
-        assert most <= bound, f"{request} held {most} blocks, {bound} are planned"
-    assert run["tracked"] == run["held_blocks"] == 0
+    run = speculating.speculate(model, policy, SEED, drafter=drafts, **arguments)
+    speculating.check_changes_nothing(run)
     return run
 
 

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import speculating
 from harness import run_scenario
 from policy_settings import SMALL_BUDGETS, configure
+from speculating import LENGTHS
 from tiny_hybrids import write_tiny_hybrid
 
 from vllm_kvplugins.policies.registry import available_policies
@@ -23,7 +25,6 @@ from vllm_kvplugins.policies.registry import available_policies
 pytestmark = pytest.mark.engine
 
 SEED = 5
-LENGTHS = [40, 130, 300, 410, 555, 700]
 # With more than 256 keys pqcache runs k-means, which turns the rounding of another
 # batch shape into another choice; also without drafts.
 FEW_KEYS = [40, 100, 130]
@@ -44,30 +45,13 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def speculate(model: str, policy: dict[str, Any], **arguments: Any) -> dict[str, Any]:
-    print("seed", SEED)
-    arguments = {
-        "lengths": LENGTHS,
-        "max_tokens": 120,
-        "seed": SEED,
-        "max_model_len": 4096,
-    } | arguments
-    run: dict[str, Any] = run_scenario(
-        "scenarios_speculation:speculate",
-        {"model": model, "policy": policy} | arguments,
-        timeout=580,
-    )
-    print({key: run[key] for key in ("drafts", "accepted", "compactions")})
-    return run
+    return speculating.speculate(model, policy, SEED, **arguments)
 
 
 def check(run: dict[str, Any]) -> None:
     """The claims of every run."""
-    for kind in ("together", "alone"):
-        assert run[kind] == run["plain"], kind
+    speculating.check_changes_nothing(run)
     assert 0.2 * run["drafts"] < run["accepted"] < 0.9 * run["drafts"]
-    for request, (most, bound) in run["held"].items():
-        assert most <= bound, f"{request} held {most} blocks, {bound} are planned"
-    assert run["tracked"] == run["held_blocks"] == 0
 
 
 @pytest.mark.parametrize("name", cases(available_policies()))
