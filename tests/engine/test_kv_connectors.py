@@ -46,51 +46,54 @@ def recomputed(model: str, name: str) -> Any:
     return call("recomputed", model=model, policy=POLICIES[name])
 
 
+def stored(model: str, name: str, exact: str, **arguments: Any) -> dict[str, Any]:
+    """Two rounds of prompts next to a store, which sees exact blocks only. Both give
+    the tokens of an engine without it, and nothing stays behind.
+    """
+    policy = POLICIES[name]
+    result: dict[str, Any] = call(
+        "stored", model=model, policy=policy, path=exact, **arguments
+    )
+    assert result["wrong"] == [], "blocks that differ from those without a policy"
+    assert result["first"] == result["again"] == recomputed(model, name)
+    assert result["tracked"] == 0
+    return result
+
+
 @pytest.mark.parametrize("name", SLOW)
 def test_it_is_shown_exact_blocks_and_serves_them_back(tiny_model, exact, name):
-    result = call("stored", model=tiny_model, policy=POLICIES[name], path=exact)
-    assert result["wrong"] == [], "blocks that differ from those without a policy"
+    result = stored(tiny_model, name, exact)
     assert result["saves"] > 0
     assert result["loads"] > 0
     # Only what no request may start from is computed, and saved, again.
     assert result["saved_again"] < result["saves"] / 4
-    assert result["first"] == result["again"] == recomputed(tiny_model, name)
-    assert result["tracked"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keeps", [False, True], ids=["at-once", "at-the-end"])
 @pytest.mark.parametrize("name", ["snapkv", "flowkv", "full"])
 def test_it_is_shown_exact_blocks_with_steps_in_flight(tiny_model, exact, name, keeps):
-    result = call(
-        "stored",
-        model=tiny_model,
-        policy=POLICIES[name],
-        path=exact,
+    result = stored(
+        tiny_model,
+        name,
+        exact,
         store={"keeps": keeps},
         ahead=True,
     )
-    assert result["wrong"] == []
     assert result["loads"] > 0
-    assert result["first"] == result["again"] == recomputed(tiny_model, name)
-    assert result["tracked"] == 0
 
 
 @pytest.mark.parametrize("name", SLOW)
 def test_it_is_shown_no_block_of_the_past(tiny_model, exact, name):
     """Blocks that a connector saves when a request ends are exact, and still held."""
-    result = call(
-        "stored",
-        model=tiny_model,
-        policy=POLICIES[name],
-        path=exact,
+    result = stored(
+        tiny_model,
+        name,
+        exact,
         store={"keeps": True},
     )
-    assert result["wrong"] == []
     # IceCache also moves the blocks of the shortest prompt.
     assert (result["released"] > 0) == (name != "icecache")
-    assert result["first"] == result["again"] == recomputed(tiny_model, name)
-    assert result["tracked"] == 0
 
 
 # First compaction of the long prompt, and the newest queries that it needs.
@@ -110,36 +113,28 @@ CUTS = {
 @pytest.mark.parametrize("name", SLOW)
 def test_whole_prompts_are_loaded_and_then_compacted(tiny_model, exact, name, loads):
     """What an engine without a policy stored, as in a pair of prefill and decode."""
-    result = call(
-        "stored",
-        model=tiny_model,
-        policy=POLICIES[name],
-        path=exact,
+    result = stored(
+        tiny_model,
+        name,
+        exact,
         store={"loads": loads},
         filled=True,
     )
-    assert result["wrong"] == []
-    assert result["first"] == result["again"] == recomputed(tiny_model, name)
     # The store has whole blocks.
     assert result["cached"][2] == min(CUTS[name], 672)
-    assert result["tracked"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["snapkv", "flowkv", "icecache"])
 def test_preempted_requests_load_again(tiny_model, exact, name):
-    result = call(
-        "stored",
-        model=tiny_model,
-        policy=POLICIES[name],
-        path=exact,
+    result = stored(
+        tiny_model,
+        name,
+        exact,
         # while prompts are computed, and while answers are
         preempt_at=[2, 4, 20],
     )
     assert result["preemptions"] >= 8
-    assert result["wrong"] == []
-    assert result["first"] == result["again"] == recomputed(tiny_model, name)
-    assert result["tracked"] == 0
 
 
 @pytest.mark.slow
