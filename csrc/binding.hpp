@@ -75,6 +75,19 @@ inline std::string strides_of(const Tensor& tensor) {
   return text.str();
 }
 
+// A contiguous tensor on the CPU. Unlike torch::stable::empty it does not go through the
+// dispatcher, which takes some ten microseconds when caches are cold.
+inline Tensor new_on_cpu(const std::vector<std::int64_t>& shape, ScalarType type) {
+  std::vector<std::int64_t> strides(shape.size(), 1);
+  for (std::size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<std::int64_t>(shape.size()), shape.data(), strides.data(),
+      torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(type)),
+      aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+
 // A tensor argument of a call, and its name for error messages.
 struct Argument {
   const char* op;

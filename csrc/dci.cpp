@@ -114,11 +114,9 @@ std::tuple<Tensor, Tensor, Tensor> index_topk(const Tensor& handles,
                                               double visit_ratio) {
   const QueryCall call = checked_call("index_topk", handles, queries, keys, table,
                                       by_page, k, max_visits, visit_ratio);
-  const std::int64_t requests = queries.size(0);
-  const std::vector<std::int64_t> shape{requests, call.heads, call.group, k};
-  Tensor slots = torch::stable::new_empty(handles, shape);
-  Tensor scores = torch::stable::new_empty(handles, shape, ScalarType::Float);
-  Tensor visits = torch::stable::new_empty(handles, {requests, call.heads, call.group});
+  Tensor slots = call.output({call.heads, call.group, k}, ScalarType::Long);
+  Tensor scores = call.output({call.heads, call.group, k}, ScalarType::Float);
+  Tensor visits = call.output({call.heads, call.group}, ScalarType::Long);
   std::int64_t* slot = slots.mutable_data_ptr<std::int64_t>();
   float* score = scores.mutable_data_ptr<float>();
   std::int64_t* visit = visits.mutable_data_ptr<std::int64_t>();
@@ -147,9 +145,8 @@ std::tuple<Tensor, Tensor> index_pages(const Tensor& handles, const Tensor& quer
   const QueryCall call = checked_call(op, handles, queries, keys, table, by_page, k,
                                       max_visits, visit_ratio);
   if (max_pages < 1) fail(op, "max_pages must be positive, got ", max_pages);
-  Tensor pages =
-      torch::stable::new_empty(handles, {queries.size(0), call.heads, max_pages});
-  Tensor counts = torch::stable::new_empty(handles, {queries.size(0), call.heads});
+  Tensor pages = call.output({call.heads, max_pages}, ScalarType::Long);
+  Tensor counts = call.output({call.heads}, ScalarType::Long);
   std::int64_t* page = pages.mutable_data_ptr<std::int64_t>();
   std::int64_t* count = counts.mutable_data_ptr<std::int64_t>();
   std::vector<std::vector<std::vector<Scored>>> best(

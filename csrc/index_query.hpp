@@ -11,12 +11,20 @@ struct QueryCall {
   std::vector<std::shared_lock<std::shared_mutex>> locks;
   std::vector<KeyView> views;  // [request][head]
   std::vector<float> queries;  // [request][head][group][head_dim]
+  std::vector<std::int64_t> leading;  // {requests}, or {}: one, without a dimension
   std::int64_t heads, group, head_dim;
   bool by_page;
   std::int64_t k;
   QueryOptions options;
 
   std::int64_t tasks() const { return static_cast<std::int64_t>(views.size()); }
+
+  // An output of this shape, behind the dimension of requests if queries have one.
+  Tensor output(const std::vector<std::int64_t>& each, ScalarType type) const {
+    std::vector<std::int64_t> shape = leading;
+    shape.insert(shape.end(), each.begin(), each.end());
+    return new_on_cpu(shape, type);
+  }
 };
 
 inline void lock_indexes(const char* op, const Tensor& handles, QueryCall& call) {
@@ -43,7 +51,8 @@ inline void lock_indexes(const char* op, const Tensor& handles, QueryCall& call)
 inline void read_queries(const char* op, const Tensor& queries, QueryCall& call) {
   const AnyIndex& first = *call.indexes.front();
   const Argument argument{op, "queries", queries};
-  argument.require_dim(4);
+  const std::int64_t lead = queries.dim() - 3;
+  if (lead != 0) argument.require_dim(4);
   argument.require_contiguous();
   const auto requests = static_cast<std::int64_t>(call.indexes.size());
   call.heads = first.num_heads();
@@ -54,12 +63,13 @@ inline void read_queries(const char* op, const Tensor& queries, QueryCall& call)
       fail(op, "indexes of one call must have the same heads and head_dim");
     }
   }
-  if (!queries.is_cpu() || queries.size(0) != requests ||
-      queries.size(1) != call.heads || queries.size(3) != call.head_dim) {
+  if (!queries.is_cpu() || (lead == 0 ? 1 : queries.size(0)) != requests ||
+      queries.size(lead) != call.heads || queries.size(lead + 2) != call.head_dim) {
     fail(op, "queries must be [", requests, ", ", call.heads, ", group, ",
          call.head_dim, "] on the CPU, got ", shape_of(queries));
   }
-  call.group = queries.size(2);
+  call.group = queries.size(lead + 1);
+  if (lead == 1) call.leading = {requests};
   call.queries.resize(static_cast<std::size_t>(queries.numel()));
   const ScalarType type = queries.scalar_type();
   for (std::size_t i = 0; i < call.queries.size(); ++i) {

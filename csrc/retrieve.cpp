@@ -21,8 +21,7 @@ Tensor index_select(const Tensor& handles, const Tensor& queries, const Tensor& 
   if (!(scale >= 0.0 && scale <= 1e18)) {
     fail(op, "scale must be at least 0 and finite, got ", scale);
   }
-  Tensor chosen =
-      torch::stable::new_empty(handles, {queries.size(0), call.heads, count});
+  Tensor chosen = call.output({call.heads, count}, ScalarType::Long);
   std::int64_t* out = chosen.mutable_data_ptr<std::int64_t>();
   for_all(call.tasks(), [&](std::int64_t task) {
     // Kept between calls: a decode step makes hundreds of them.

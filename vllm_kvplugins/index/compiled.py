@@ -83,7 +83,9 @@ class CompiledIndex(KeyIndex):
         self, queries: torch.Tensor, keys: Keys, scale: float, count: int
     ) -> torch.Tensor:
         """See :meth:`KeyIndex.select` and :func:`select_compiled`."""
-        return select_compiled([self], queries[None], keys, scale, count)[0]
+        if _torch_keys(self) is not None:
+            return select_compiled([self], queries[None], keys, scale, count)[0]
+        return select_compiled([self], queries, keys, scale, count)
 
     def query_topk(
         self, queries: torch.Tensor, keys: Keys, k: int, max_visits: int | None = None
@@ -93,8 +95,10 @@ class CompiledIndex(KeyIndex):
         Args:
             queries: [heads, group, head_dim].
         """
-        results = query_topk([self], queries.unsqueeze(0), keys, k, max_visits)
-        return TopKeys(*(tensor[0] for tensor in results))
+        if _torch_keys(self) is not None:
+            results = _torch_topk([self], queries.unsqueeze(0), keys, k)
+            return TopKeys(*(tensor[0] for tensor in results))
+        return TopKeys(*_ask("index_topk", [self], queries, keys, k, max_visits))
 
     def query_pages(
         self,
@@ -296,10 +300,9 @@ def _ask(
         raise ValueError(f"kvp.{op}: there must be at least one index")
     first = indexes[0]
     visits = first.default_visits if max_visits is None else max_visits
-    handles = torch.tensor([index.handle for index in indexes])
     return call_compiled(
         op,
-        handles,
+        _as_tensor(tuple(index.handle for index in indexes)),
         queries.contiguous(),
         keys.data,
         keys.table,

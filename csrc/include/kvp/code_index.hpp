@@ -16,9 +16,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <functional>
-#include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kvp/arena.hpp"
@@ -27,6 +26,7 @@
 #include "kvp/index_common.hpp"
 #include "kvp/key_codes.hpp"
 #include "kvp/key_view.hpp"
+#include "kvp/rank_kernels.hpp"
 #include "kvp/top_k.hpp"
 
 namespace kvp::index {
@@ -41,18 +41,18 @@ class CodeIndex {
             std::int64_t head)
       : settings_(settings),
         code_kernels_(&select_kernels<CodeKernels>()),
+        rank_kernels_(&select_kernels<RankKernels>()),
         exact_(arena, settings, kernels, head),
         first_rows_(arena),
         codes_(arena),
-        means_(arena),
-        slots_(arena) {}
+        means_(arena) {}
 
   std::int64_t num_keys() const { return exact_.num_keys(); }
   std::int64_t num_pages() const { return exact_.num_pages(); }
   std::int64_t place(std::int64_t slot) const { return exact_.place(slot); }
   const BruteForce& exact() const { return exact_; }
   // Keys that are in pages.
-  std::int64_t paged() const { return slots_.size(); }
+  std::int64_t paged() const { return paged_; }
 
   bool append(const KeyView& keys, std::int64_t n, std::int64_t* bad_slot) {
     if (!exact_.append(keys, n, bad_slot)) return false;
@@ -107,11 +107,13 @@ class CodeIndex {
       blocks = static_cast<std::int64_t>(scratch.blocks.size());
     }
     collect_best(codes_, group, list, blocks, visits, wanted, scratch);
-    scratch.slots.clear();
-    for (const std::int32_t at : scratch.found) {
-      const std::int64_t row =
-          list != nullptr ? list[at / kCodeBlock] * kCodeBlock + at % kCodeBlock : at;
-      scratch.slots.push_back(static_cast<std::int32_t>(slot_of(row)));
+    scratch.slots.resize(scratch.found.size());
+    for (std::size_t i = 0; i < scratch.found.size(); ++i) {
+      const auto at = static_cast<std::uint32_t>(scratch.found[i]);
+      const std::uint32_t entry = at / kCodeBlock;
+      const std::int64_t block = list != nullptr ? list[entry] : entry;
+      scratch.slots[i] = static_cast<std::int32_t>(
+          first_slot(block) + codes_.label(scratch.memory[entry], at % kCodeBlock));
     }
     return visits;
   }
@@ -126,25 +128,53 @@ class CodeIndex {
   }
 
   // logits of a sample of the keys whose scores are below the threshold of query g. Each
-  // stands for scratch.step keys. Returns their number.
+  // stands for rest_step keys. Returns their number.
   static std::int64_t rest_logits(std::int64_t g, CodeScratch& scratch) {
     const auto at = static_cast<std::size_t>(g);
     const float* scores = scratch.scores.data() + g * scratch.stride;
-    float* logits = at_least(scratch.sample, scratch.scored / scratch.step + 1);
+    const std::int64_t step = rest_step(scratch);
+    float* logits = at_least(scratch.sample, scratch.scored / step + 1);
     std::int64_t n = 0;
-    for (std::int64_t i = 0; i < scratch.scored; i += scratch.step) {
+    for (std::int64_t i = 0; i < scratch.scored; i += step) {
       logits[n] = scratch.steps[at] * scores[i] + scratch.offsets[at];
       n += scores[i] < scratch.thresholds[at];
     }
     return n;
   }
+  static std::int64_t rest_step(const CodeScratch& scratch) {
+    return std::max<std::int64_t>(scratch.scored / kSample, 1);
+  }
 
-  // Pushes what `find` found for query g.
-  static void push_found(std::int64_t g, CodeScratch& scratch, TopK& top) {
-    const auto n = static_cast<std::int64_t>(scratch.slots.size());
-    float* logits = at_least(scratch.sample, n);
-    found_logits(g, scratch, logits);
-    top.push_all(logits, scratch.slots.data(), 0, n);
+  // Pushes what `find` found for query g into an empty top.
+  void push_found(std::int64_t g, CodeScratch& scratch, TopK& top) const {
+    const auto at = static_cast<std::size_t>(g);
+    const auto found = static_cast<std::int64_t>(scratch.found.size());
+    const float* scores = scratch.scores.data() + g * scratch.stride;
+    const float threshold = scratch.thresholds[at];
+    float* logits = at_least(scratch.sample, found);
+    std::int32_t* slots = at_least(scratch.candidates, found);
+    std::int64_t n = 0;
+    for (std::int64_t i = 0; i < found; ++i) {
+      const float score = scores[scratch.found[static_cast<std::size_t>(i)]];
+      logits[n] = scratch.steps[at] * score + scratch.offsets[at];
+      slots[n] = scratch.slots[static_cast<std::size_t>(i)];
+      n += score >= threshold;
+    }
+    if (n > kRanked) {
+      top.push_all(logits, slots, 0, n);
+      return;
+    }
+    Scored sorted[kRanked];
+    std::int32_t* ranks = at_least(scratch.ranks, n);
+    rank_kernels_->rank(logits, n, ranks);
+    for (std::int64_t i = 0; i < n; ++i) sorted[ranks[i]] = {logits[i], slots[i]};
+    // Of equal logits, the lower slot comes first. There are few.
+    for (std::int64_t i = 1; i < n; ++i) {
+      for (std::int64_t j = i; j > 0 && better(sorted[j], sorted[j - 1]); --j) {
+        std::swap(sorted[j], sorted[j - 1]);
+      }
+    }
+    top.assign(sorted, n);
   }
 
   // Empty, or the first fault: pages hold each key of their segment once, and codes are as
@@ -159,7 +189,7 @@ class CodeIndex {
     for (std::int64_t row = 0; row < num_keys(); ++row) {
       const std::int64_t slot = slot_of(row);
       if (row < paged()) {
-        if (slots_[row] >= settings_.segment) {
+        if (codes_.label(row) >= settings_.segment) {
           return "row " + std::to_string(row) + " has no key of its segment";
         }
         if (seen[static_cast<std::size_t>(slot)]) {
@@ -176,7 +206,8 @@ class CodeIndex {
         peak = std::max(peak, std::fabs(exact));
         largest = std::max(largest, std::fabs(exact - code[at] / space_.width(d)));
       }
-      if (largest > 0.501f * peak / kLargestCode + 1e-6f * peak) {
+      // The scale of a code is at most 1/128 above the smallest one.
+      if (largest > 0.505f * peak / kLargestCode + 1e-6f * peak + kLeastPeak) {
         return "the code of key " + std::to_string(slot) + " is not that key";
       }
     }
@@ -187,10 +218,18 @@ class CodeIndex {
   friend struct CodeBreaker;  // tests damage an index to see that the checks report it
 
   static constexpr std::int64_t kRowsAtATime = 1024;
+  static constexpr std::int64_t kRanked = 128;  // more candidates are sorted otherwise
 
-  std::int64_t slot_of(std::int64_t row) const {
+  // What the labels of a block are relative to.
+  std::int64_t first_slot(std::int64_t block) const {
+    const std::int64_t row = block * kCodeBlock;
     if (row >= paged()) return row;
-    return row / settings_.segment * settings_.segment + slots_[row];
+    // 32 bits: division is several times faster.
+    const auto segment = static_cast<std::uint32_t>(settings_.segment);
+    return static_cast<std::uint32_t>(row) / segment * segment;
+  }
+  std::int64_t slot_of(std::int64_t row) const {
+    return first_slot(row / kCodeBlock) + codes_.label(row);
   }
 
   // Keeps the first keys until they can measure the space, then encodes.
@@ -216,31 +255,27 @@ class CodeIndex {
   // Puts the next `segment` keys into pages.
   void divide_segment() {
     const std::int64_t dims = settings_.head_dim, first = paged(),
-                       n = settings_.segment;
-    std::vector<float> rows(static_cast<std::size_t>(n * dims));
+                       n = settings_.segment, padded = round_up(dims, kDivideLanes);
+    std::vector<float> rows(static_cast<std::size_t>(n * padded));
     for (std::int64_t i = 0; i < n; ++i) {
-      codes_.decode(space_, first + i, rows.data() + i * dims);
+      codes_.decode(space_, first + i, rows.data() + i * padded);
     }
     std::vector<std::int32_t> order;
-    PageDivider().divide(rows.data(), n, dims, order);
+    PageDivider().divide(rows.data(), n, padded, order);
     std::vector<float> mean(static_cast<std::size_t>(dims));
     for (std::int64_t page = 0; page < n; page += kCodeBlock) {
       std::copy_n(space_.center(), dims, mean.data());
       for (std::int64_t i = page; i < page + kCodeBlock; ++i) {
-        const float* row = rows.data() + order[static_cast<std::size_t>(i)] * dims;
+        const float* row = rows.data() + order[static_cast<std::size_t>(i)] * padded;
         for (std::int64_t d = 0; d < dims; ++d) {
           mean[static_cast<std::size_t>(d)] += row[d] / static_cast<float>(kCodeBlock);
         }
       }
       means_.append(space_, mean.data(), 1);
     }
-    slots_.resize(first + n);
-    for (std::int64_t i = 0; i < n; ++i) {
-      std::int32_t& row = order[static_cast<std::size_t>(i)];
-      slots_[first + i] = static_cast<std::uint16_t>(row);
-      row += static_cast<std::int32_t>(first);
-    }
-    codes_.permute(space_, first, order.data(), n);
+    for (std::int32_t& row : order) row += static_cast<std::int32_t>(first);
+    codes_.permute(first, order.data(), n);
+    paged_ += n;
   }
 
   // Sets scratch.blocks to the pages whose means are best for any query.
@@ -253,64 +288,39 @@ class CodeIndex {
   }
 
   // Scores the first n rows of the listed blocks. Sets scratch.found to those that are among
-  // the best `enough` of any query, or a little behind. A sample of the scores gives the
-  // thresholds; they fall until enough rows reach them.
+  // the best `enough` of any query, or a little behind.
   void collect_best(const KeyCodes& codes, std::int64_t group, const std::int32_t* list,
                     std::int64_t blocks, std::int64_t n, std::int64_t enough,
                     CodeScratch& scratch) const {
     const std::int64_t stride = scratch.stride = blocks * kCodeBlock;
-    float* scores = at_least(scratch.scores, group * stride);
-    code_kernels_->score(codes.run(scratch, group, list, blocks, scores, stride));
-    const std::int64_t step = std::max<std::int64_t>(n / kSample, 1);
-    scratch.step = step;
     scratch.scored = n;
-    const std::int64_t sampled = (n + step - 1) / step;
-    scratch.ranks.assign(static_cast<std::size_t>(group), enough * 5 / (4 * step) + 6);
-    scratch.thresholds.resize(static_cast<std::size_t>(group));
-    scratch.counts.assign(static_cast<std::size_t>(group), 0);
+    float* scores = at_least(scratch.scores, group * stride);
+    const std::uint8_t** memory = at_least(scratch.memory, blocks);
+    codes.point(list, blocks, memory);
+    code_kernels_->score(codes.run(scratch, group, memory, blocks, scores, stride));
     scratch.found.resize(static_cast<std::size_t>(n));
-    const std::int64_t least = std::min(enough, n);
-    std::int64_t found = 0;
-    for (bool done = false; !done;) {
-      for (std::int64_t g = 0; g < group; ++g) {
-        const auto at = static_cast<std::size_t>(g);
-        if (scratch.counts[at] >= least) continue;
-        scratch.thresholds[at] = sampled_score(scores + g * stride, step, sampled,
-                                               scratch.ranks[at], scratch.sample);
-        scratch.ranks[at] *= 2;
-      }
-      found =
-          code_kernels_->collect({scores, stride, n, group, scratch.thresholds.data(),
-                                  scratch.found.data(), scratch.counts.data()});
-      done = true;
-      for (std::int64_t g = 0; g < group; ++g) {
-        const auto at = static_cast<std::size_t>(g);
-        done =
-            done && (scratch.counts[at] >= least || scratch.ranks[at] >= 2 * sampled);
-      }
+    scratch.thresholds.resize(static_cast<std::size_t>(group));
+    scratch.counts.resize(static_cast<std::size_t>(group));
+    for (std::int64_t g = 0; g < group; ++g) {
+      scratch.thresholds[static_cast<std::size_t>(g)] =
+          threshold_of(*rank_kernels_, scores + g * stride, n, enough,
+                       scratch.found.data(), scratch.sample);
     }
+    const std::int64_t found =
+        rank_kernels_->collect({scores, stride, n, group, scratch.thresholds.data(),
+                                scratch.found.data(), scratch.counts.data()});
     scratch.found.resize(static_cast<std::size_t>(found));
-  }
-
-  // The score at a rank (1 is the best) of every step-th score.
-  static float sampled_score(const float* scores, std::int64_t step,
-                             std::int64_t sampled, std::int64_t rank,
-                             std::vector<float>& sample) {
-    if (rank >= sampled) return -std::numeric_limits<float>::infinity();
-    float* values = at_least(sample, sampled);
-    for (std::int64_t i = 0; i < sampled; ++i) values[i] = scores[i * step];
-    std::nth_element(values, values + rank - 1, values + sampled, std::greater<>());
-    return values[rank - 1];
   }
 
   Settings settings_;
   const CodeKernels* code_kernels_;
+  const RankKernels* rank_kernels_;
   BruteForce exact_;
   CodeSpace space_;
   Array<float> first_rows_;  // until there are kFitKeys
   KeyCodes codes_;  // of all keys
   KeyCodes means_;  // of all pages
-  Array<std::uint16_t> slots_;  // of the rows in pages, within their segment
+  std::int64_t paged_ = 0;
 };
 
 }  // namespace kvp::index

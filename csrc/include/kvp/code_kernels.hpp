@@ -2,10 +2,12 @@
 // of a KV head at a time.
 //
 // Codes are stored in blocks of sixteen keys, four dimensions (a quad) at a time, so that
-// one cache line holds a quad of all sixteen keys. The last line holds their scales:
+// one cache line holds a quad of all sixteen keys. The last line holds their scales, and
+// labels that say which keys they are:
 //
 //     quad q, key j, dimension 4 q + d   at   (q * 16 + j) * 4 + d
-//     scale of key j, float32            at   (quads * 16 + j) * 4
+//     scale of key j, bfloat16           at   quads * 64 + 2 * j
+//     label of key j, 16 bits            at   quads * 64 + 32 + 2 * j
 //
 // A code is an unsigned byte of at most 127, and a query code a signed byte of at most 127
 // in magnitude. The sum of two products then fits into 16 bits, which AVX2 and AVX-512
@@ -31,6 +33,7 @@ constexpr std::int64_t kCodeBlock = 16;  // keys
 constexpr std::int64_t kQuad = 4;  // dimensions
 constexpr std::int64_t kQuadBytes = kCodeBlock * kQuad;
 constexpr int kQueriesAtOnce = 4;
+constexpr std::int64_t kNearBlocks = 2, kFarBlocks = 6;  // to prefetch
 
 constexpr std::int64_t block_bytes(std::int64_t quads) {
   return (quads + 1) * kQuadBytes;
@@ -38,31 +41,24 @@ constexpr std::int64_t block_bytes(std::int64_t quads) {
 
 // Arguments of CodeKernels::score.
 struct CodeRun {
-  const std::uint8_t* const* chunks;  // of chunk_blocks blocks each
-  std::int64_t chunk_blocks;
-  const std::int32_t* list;  // [blocks] to score, or null: the first ones
-  std::int64_t blocks, quads;
+  const std::uint8_t* const* blocks;  // [count]
+  std::int64_t count, quads;
   const std::int8_t* queries;  // [group][quads * 4]
   const std::int32_t* biases;  // [group], added to each sum
   std::int64_t group;
-  float* scores;  // [group][stride], of which the first blocks * 16 are written
+  float* scores;  // [group][stride], of which the first count * 16 are written
   std::int64_t stride;
 
-  KVP_INLINE const std::uint8_t* block(std::int64_t b) const {
-    // 32 bits: division is several times faster.
-    const auto at = static_cast<std::uint32_t>(list != nullptr ? list[b] : b);
-    const auto size = static_cast<std::uint32_t>(chunk_blocks);
-    return chunks[at / size] + at % size * block_bytes(quads);
+  KVP_INLINE const std::uint16_t* scales(const std::uint8_t* block) const {
+    return reinterpret_cast<const std::uint16_t*>(block + quads * kQuadBytes);
   }
 
-  KVP_INLINE const float* scales(const std::uint8_t* block) const {
-    return reinterpret_cast<const float*>(block + quads * kQuadBytes);
-  }
-
-  // Asks for a listed block; the hardware expects consecutive ones.
+  // Asks for the blocks after block b. The first line comes earlier than the others,
+  // because finding its page of memory takes longest.
   KVP_INLINE void prefetch(std::int64_t b) const {
-    if (list == nullptr || b >= blocks) return;
-    const std::uint8_t* ahead = block(b);
+    if (b + kFarBlocks < count) __builtin_prefetch(blocks[b + kFarBlocks]);
+    if (b + kNearBlocks >= count) return;
+    const std::uint8_t* ahead = blocks[b + kNearBlocks];
     for (std::int64_t line = 0; line <= quads; ++line) {
       __builtin_prefetch(ahead + line * kQuadBytes);
     }
@@ -85,20 +81,11 @@ struct CodeRun {
   }
 };
 
-// Arguments of CodeKernels::collect.
-struct CollectRun {
-  const float* scores;  // [group][stride]
-  std::int64_t stride, n, group;
-  const float* thresholds;  // [group]
-  std::int32_t* slots;  // room for n
-  std::int64_t* counts;  // [group]
-};
-
 // scores[g][i] = scales[i] * (biases[g] + sum of code * query code).
 template <int G>
 inline void score_codes_baseline(const CodeRun& run) {
-  for (std::int64_t b = 0; b < run.blocks; ++b) {
-    const std::uint8_t* block = run.block(b);
+  for (std::int64_t b = 0; b < run.count; ++b) {
+    const std::uint8_t* block = run.blocks[b];
     std::int32_t sums[G][kCodeBlock];
     for (int g = 0; g < G; ++g) {
       for (int j = 0; j < kCodeBlock; ++j) sums[g][j] = run.biases[g];
@@ -114,11 +101,11 @@ inline void score_codes_baseline(const CodeRun& run) {
         }
       }
     }
-    const float* scales = run.scales(block);
+    const std::uint16_t* scales = run.scales(block);
     for (int g = 0; g < G; ++g) {
       float* out = run.scores + g * run.stride + b * kCodeBlock;
       for (int j = 0; j < kCodeBlock; ++j) {
-        out[j] = scales[j] * static_cast<float>(sums[g][j]);
+        out[j] = widen(scales[j]) * static_cast<float>(sums[g][j]);
       }
     }
   }
@@ -126,12 +113,18 @@ inline void score_codes_baseline(const CodeRun& run) {
 
 #if defined(KVP_X86)
 
+// Eight bfloat16 numbers as float32.
+KVP_TARGET_AVX2 inline __m256 widen_eight(const std::uint16_t* bits) {
+  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bits));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
 template <int G>
 KVP_TARGET_AVX2 inline void score_codes_avx2(const CodeRun& run) {
   const __m256i ones = _mm256_set1_epi16(1);
-  for (std::int64_t b = 0; b < run.blocks; ++b) {
-    const std::uint8_t* block = run.block(b);
-    run.prefetch(b + 2);
+  for (std::int64_t b = 0; b < run.count; ++b) {
+    const std::uint8_t* block = run.blocks[b];
+    run.prefetch(b);
     __m256i low[G], high[G];
     for (int g = 0; g < G; ++g) low[g] = high[g] = _mm256_set1_epi32(run.biases[g]);
     for (std::int64_t quad = 0; quad < run.quads; ++quad) {
@@ -145,13 +138,12 @@ KVP_TARGET_AVX2 inline void score_codes_avx2(const CodeRun& run) {
             high[g], _mm256_madd_epi16(_mm256_maddubs_epi16(c, query), ones));
       }
     }
-    const float* scales = run.scales(block);
+    const __m256 first = widen_eight(run.scales(block)),
+                 second = widen_eight(run.scales(block) + 8);
     for (int g = 0; g < G; ++g) {
       float* out = run.scores + g * run.stride + b * kCodeBlock;
-      _mm256_storeu_ps(
-          out, _mm256_mul_ps(_mm256_loadu_ps(scales), _mm256_cvtepi32_ps(low[g])));
-      _mm256_storeu_ps(out + 8, _mm256_mul_ps(_mm256_loadu_ps(scales + 8),
-                                              _mm256_cvtepi32_ps(high[g])));
+      _mm256_storeu_ps(out, _mm256_mul_ps(first, _mm256_cvtepi32_ps(low[g])));
+      _mm256_storeu_ps(out + 8, _mm256_mul_ps(second, _mm256_cvtepi32_ps(high[g])));
     }
   }
 }
@@ -162,12 +154,18 @@ KVP_TARGET_AVX512 inline __m512 to_float(const __m512i& sums) {
   return __builtin_convertvector(reinterpret_cast<const Words&>(sums), __m512);
 }
 
+KVP_TARGET_AVX512 inline __m512 widen_sixteen(const std::uint16_t* bits) {
+  Vec<16>::F wide;
+  load<16>(bits, wide);
+  return wide;
+}
+
 template <int G>
 KVP_TARGET_AVX512 inline void score_codes_avx512(const CodeRun& run) {
   const __m512i ones = _mm512_set1_epi16(1);
-  for (std::int64_t b = 0; b < run.blocks; ++b) {
-    const std::uint8_t* block = run.block(b);
-    run.prefetch(b + 2);
+  for (std::int64_t b = 0; b < run.count; ++b) {
+    const std::uint8_t* block = run.blocks[b];
+    run.prefetch(b);
     __m512i sums[G];
     for (int g = 0; g < G; ++g) sums[g] = _mm512_set1_epi32(run.biases[g]);
     for (std::int64_t quad = 0; quad < run.quads; ++quad) {
@@ -178,7 +176,7 @@ KVP_TARGET_AVX512 inline void score_codes_avx512(const CodeRun& run) {
             sums[g], _mm512_madd_epi16(_mm512_maddubs_epi16(line, query), ones));
       }
     }
-    const __m512 scales = _mm512_loadu_ps(run.scales(block));
+    const __m512 scales = widen_sixteen(run.scales(block));
     for (int g = 0; g < G; ++g) {
       _mm512_storeu_ps(run.scores + g * run.stride + b * kCodeBlock,
                        scales * to_float(sums[g]));
@@ -188,9 +186,9 @@ KVP_TARGET_AVX512 inline void score_codes_avx512(const CodeRun& run) {
 
 template <int G>
 KVP_TARGET_AVX512_VNNI inline void score_codes_vnni(const CodeRun& run) {
-  for (std::int64_t b = 0; b < run.blocks; ++b) {
-    const std::uint8_t* block = run.block(b);
-    run.prefetch(b + 2);
+  for (std::int64_t b = 0; b < run.count; ++b) {
+    const std::uint8_t* block = run.blocks[b];
+    run.prefetch(b);
     __m512i sums[G];
     for (int g = 0; g < G; ++g) sums[g] = _mm512_set1_epi32(run.biases[g]);
     for (std::int64_t quad = 0; quad < run.quads; ++quad) {
@@ -200,7 +198,7 @@ KVP_TARGET_AVX512_VNNI inline void score_codes_vnni(const CodeRun& run) {
         sums[g] = _mm512_dpbusd_epi32(sums[g], line, query);
       }
     }
-    const __m512 scales = _mm512_loadu_ps(run.scales(block));
+    const __m512 scales = widen_sixteen(run.scales(block));
     for (int g = 0; g < G; ++g) {
       _mm512_storeu_ps(run.scores + g * run.stride + b * kCodeBlock,
                        scales * to_float(sums[g]));
@@ -232,71 +230,24 @@ KVP_TARGET_AVX512_VNNI inline void score_codes_vnni(const CodeRun& run) {
     }                                                                                \
   }
 
-// Writes the slots, in order, whose score reaches the threshold of any query, and counts
-// those of each query. Returns the number of slots.
-inline std::int64_t collect_baseline(const CollectRun& run) {
-  std::int64_t found = 0;
-  for (std::int64_t g = 0; g < run.group; ++g) run.counts[g] = 0;
-  for (std::int64_t i = 0; i < run.n; ++i) {
-    bool any = false;
-    for (std::int64_t g = 0; g < run.group; ++g) {
-      const bool reaches = run.scores[g * run.stride + i] >= run.thresholds[g];
-      run.counts[g] += reaches;
-      any = any || reaches;
-    }
-    run.slots[found] = static_cast<std::int32_t>(i);
-    found += any;
-  }
-  return found;
-}
-
-#if defined(KVP_X86)
-
-KVP_TARGET_AVX2 inline std::int64_t collect_avx2(const CollectRun& run) {
-  std::int64_t found = 0;
-  for (std::int64_t g = 0; g < run.group; ++g) run.counts[g] = 0;
-  for (std::int64_t i = 0; i < run.n; i += 8) {
-    // Rows are padded to whole blocks; lanes behind the last key do not count.
-    const std::int64_t left = run.n - i;
-    const unsigned valid = left < 8 ? (1u << left) - 1u : 0xffu;
-    unsigned any = 0;
-    for (std::int64_t g = 0; g < run.group; ++g) {
-      const __m256 scores = _mm256_loadu_ps(run.scores + g * run.stride + i);
-      const __m256 threshold = _mm256_set1_ps(run.thresholds[g]);
-      const unsigned mask = valid & static_cast<unsigned>(_mm256_movemask_ps(
-                                        _mm256_cmp_ps(scores, threshold, _CMP_GE_OQ)));
-      run.counts[g] += __builtin_popcount(mask);
-      any |= mask;
-    }
-    for (; any != 0; any &= any - 1) {
-      run.slots[found++] = static_cast<std::int32_t>(i) + __builtin_ctz(any);
-    }
-  }
-  return found;
-}
-
-#endif  // KVP_X86
-
 struct CodeKernels {
   Simd simd;
   void (*score)(const CodeRun&);
-  std::int64_t (*collect)(const CollectRun&);
   static constexpr auto tables();
 };
 
 namespace codes {
 
 KVP_SCORE_CODES(score_baseline, score_codes_baseline, KVP_TARGET_BASELINE)
-inline constexpr CodeKernels baseline{Simd::kBaseline, score_baseline,
-                                      collect_baseline};
+inline constexpr CodeKernels baseline{Simd::kBaseline, score_baseline};
 #if defined(KVP_X86)
 KVP_SCORE_CODES(score_avx2, score_codes_avx2, KVP_TARGET_AVX2)
 KVP_SCORE_CODES(score_avx512, score_codes_avx512, KVP_TARGET_AVX512)
 KVP_SCORE_CODES(score_vnni, score_codes_vnni, KVP_TARGET_AVX512_VNNI)
-inline constexpr CodeKernels avx2{Simd::kAvx2, score_avx2, collect_avx2};
-inline constexpr CodeKernels avx512{Simd::kAvx512, score_avx512, collect_avx2};
+inline constexpr CodeKernels avx2{Simd::kAvx2, score_avx2};
+inline constexpr CodeKernels avx512{Simd::kAvx512, score_avx512};
 // Every CPU with AVX512-BF16 has VNNI, too.
-inline constexpr CodeKernels vnni{Simd::kAvx512Bf16, score_vnni, collect_avx2};
+inline constexpr CodeKernels vnni{Simd::kAvx512Bf16, score_vnni};
 #endif
 
 }  // namespace codes

@@ -48,9 +48,10 @@ struct CodeScratch {
   std::vector<std::int32_t> biases;  // [group]
   std::vector<float> steps, offsets;  // [group], see encode_queries
   std::vector<float> scores, sample, thresholds;
-  std::vector<std::int64_t> counts, ranks;
-  std::vector<std::int32_t> blocks, found, slots;
-  std::int64_t stride = 0, scored = 0, step = 1;
+  std::vector<std::int64_t> counts;
+  std::vector<const std::uint8_t*> memory;  // of the blocks that are scored
+  std::vector<std::int32_t> blocks, found, slots, candidates, ranks;
+  std::int64_t stride = 0, scored = 0;
 };
 
 // Buffers of one thread; they only grow.

@@ -18,11 +18,13 @@
 
 #include "kvp/arena.hpp"
 #include "kvp/code_kernels.hpp"
+#include "kvp/exponential.hpp"
 #include "kvp/index_common.hpp"
 
 namespace kvp::index {
 
 constexpr int kZeroCode = 64, kLargestCode = 63, kLargestQueryCode = 127;
+constexpr float kLeastPeak = 1e-30f;
 
 // Center and width of each dimension.
 class CodeSpace {
@@ -32,6 +34,8 @@ class CodeSpace {
   bool empty() const { return center_.empty(); }
   const float* center() const { return center_.data(); }
   float width(std::int64_t d) const { return width_[static_cast<std::size_t>(d)]; }
+  const float* widths() const { return width_.data(); }
+  const float* inverse_widths() const { return inverse_width_.data(); }
 
   // Measures rows [n][dims], n >= 1.
   void fit(const float* rows, std::int64_t n, std::int64_t dims) {
@@ -54,10 +58,13 @@ class CodeSpace {
     // Far below any key that matters, and large enough that no later key overflows.
     const float least = largest > 0.0f ? std::max(1e-3f * largest, 1e-12f) : 1.0f;
     for (float& width : width_) width = std::max(width, least);
+    inverse_width_.resize(width_.size());
+    for (std::size_t d = 0; d < width_.size(); ++d)
+      inverse_width_[d] = 1.0f / width_[d];
   }
 
  private:
-  std::vector<float> center_, width_;
+  std::vector<float> center_, width_, inverse_width_;
 };
 
 // Writes the codes of queries [group][dims] to scratch. With the score that a kernel
@@ -92,7 +99,7 @@ inline void encode_queries(const CodeSpace& space, const float* queries,
 
 // Codes of some rows, in blocks (see code_kernels.hpp). The last block is padded with rows
 // whose scale is 0. Blocks lie in chunks that never move: growing copies nothing, and at
-// most one chunk is partly used.
+// most one chunk is partly used. The label of a new row is its place in the block.
 class KeyCodes {
  public:
   explicit KeyCodes(Arena& arena) : arena_(&arena), chunks_(arena) {}
@@ -109,46 +116,72 @@ class KeyCodes {
       std::memset(chunk, 0, chunk_bytes_);
       chunks_.push(chunk);
     }
+    // Padded with the center.
+    std::vector<float> values(static_cast<std::size_t>(quads_ * kQuad), 0.0f);
     for (std::int64_t i = 0; i < n; ++i) {
-      set(space, size_ + i, rows + i * space.dims());
+      set(space, size_ + i, rows + i * space.dims(), values.data());
     }
     size_ += n;
   }
 
   // row[d] = the key that the code stands for, minus the center.
   void decode(const CodeSpace& space, std::int64_t at, float* row) const {
-    const float own_scale = scale(at);
-    for (std::int64_t d = 0; d < space.dims(); ++d) {
-      row[d] = static_cast<float>(code(at, d) - kZeroCode) * own_scale * space.width(d);
+    const float own_scale = widen(scale_bits(at));
+    const std::uint8_t* codes = first_quad(at);
+    const float* widths = space.widths();
+    const std::int64_t dims = space.dims();
+    for (std::int64_t d = 0; d < dims; ++d) {
+      const int code = codes[d / kQuad * kQuadBytes + d % kQuad];
+      row[d] = static_cast<float>(code - kZeroCode) * own_scale * widths[d];
     }
   }
 
   // Row first + i becomes what row order[i] was; order is a permutation of
-  // [first, first + n).
-  void permute(const CodeSpace& space, std::int64_t first, const std::int32_t* order,
-               std::int64_t n) {
-    const std::int64_t dims = space.dims();
-    std::vector<std::uint8_t> codes(static_cast<std::size_t>(n * dims));
-    std::vector<float> scales(static_cast<std::size_t>(n));
+  // [first, first + n), n at most 65536. Its label becomes order[i] - first.
+  void permute(std::int64_t first, const std::int32_t* order, std::int64_t n) {
+    std::vector<std::uint32_t> codes(static_cast<std::size_t>(n * quads_));
+    std::vector<std::uint16_t> scales(static_cast<std::size_t>(n));
     for (std::int64_t i = 0; i < n; ++i) {
-      scales[static_cast<std::size_t>(i)] = scale(order[i]);
-      for (std::int64_t d = 0; d < dims; ++d) {
-        codes[static_cast<std::size_t>(i * dims + d)] = code(order[i], d);
+      scales[static_cast<std::size_t>(i)] = scale_bits(order[i]);
+      const std::uint8_t* quad = first_quad(order[i]);
+      for (std::int64_t q = 0; q < quads_; ++q) {
+        std::memcpy(codes.data() + i * quads_ + q, quad + q * kQuadBytes, kQuad);
       }
     }
     for (std::int64_t i = 0; i < n; ++i) {
-      scale(first + i) = scales[static_cast<std::size_t>(i)];
-      for (std::int64_t d = 0; d < dims; ++d) {
-        code(first + i, d) = codes[static_cast<std::size_t>(i * dims + d)];
+      set_scale(first + i, scales[static_cast<std::size_t>(i)]);
+      set_label(first + i, order[i] - first);
+      std::uint8_t* quad = first_quad(first + i);
+      for (std::int64_t q = 0; q < quads_; ++q) {
+        std::memcpy(quad + q * kQuadBytes, codes.data() + i * quads_ + q, kQuad);
       }
     }
   }
 
-  // What a kernel needs to score the blocks of a list, or the first `blocks` ones.
-  CodeRun run(const CodeScratch& scratch, std::int64_t group, const std::int32_t* list,
-              std::int64_t blocks, float* scores, std::int64_t stride) const {
-    return {chunks_.data(),         chunk_blocks_,         list,  blocks, quads_,
-            scratch.queries.data(), scratch.biases.data(), group, scores, stride};
+  // blocks[i] = block list[i], or block i without a list.
+  void point(const std::int32_t* list, std::int64_t count,
+             const std::uint8_t** blocks) const {
+    for (std::int64_t i = 0; i < count; ++i) {
+      blocks[i] = block_at(list != nullptr ? list[i] : i);
+    }
+  }
+
+  // What a kernel needs to score some blocks.
+  CodeRun run(const CodeScratch& scratch, std::int64_t group,
+              const std::uint8_t* const* blocks, std::int64_t count, float* scores,
+              std::int64_t stride) const {
+    return {blocks, count,  quads_, scratch.queries.data(), scratch.biases.data(),
+            group,  scores, stride};
+  }
+
+  // Label of row j of a block.
+  std::int64_t label(const std::uint8_t* block, std::int64_t j) const {
+    std::uint16_t bits;
+    std::memcpy(&bits, block + label_offset(j), sizeof bits);
+    return bits;
+  }
+  std::int64_t label(std::int64_t row) const {
+    return label(block_at(row / kCodeBlock), row % kCodeBlock);
   }
 
  private:
@@ -162,31 +195,71 @@ class KeyCodes {
     chunk_bytes_ = static_cast<std::size_t>(chunk_blocks_ * block_bytes(quads_));
   }
 
-  std::uint8_t* block(std::int64_t row) const {
-    const std::int64_t at = row / kCodeBlock;
-    return chunks_[at / chunk_blocks_] + at % chunk_blocks_ * block_bytes(quads_);
+  std::uint8_t* block_at(std::int64_t b) const {
+    // 32 bits: division is several times faster.
+    const auto at = static_cast<std::uint32_t>(b),
+               size = static_cast<std::uint32_t>(chunk_blocks_);
+    return chunks_[at / size] + at % size * block_bytes(quads_);
   }
-  std::uint8_t& code(std::int64_t row, std::int64_t d) const {
-    return block(row)[(d / kQuad * kCodeBlock + row % kCodeBlock) * kQuad + d % kQuad];
-  }
-  float& scale(std::int64_t row) const {
-    auto* scales = reinterpret_cast<float*>(block(row) + quads_ * kQuadBytes);
-    return scales[row % kCodeBlock];
+  // The row's codes of dimensions 0 to 3; each next quad is kQuadBytes behind.
+  std::uint8_t* first_quad(std::int64_t row) const {
+    return block_at(row / kCodeBlock) + row % kCodeBlock * kQuad;
   }
 
-  void set(const CodeSpace& space, std::int64_t at, const float* row) {
+  // Offsets in a block.
+  std::int64_t scale_offset(std::int64_t j) const {
+    return quads_ * kQuadBytes + 2 * j;
+  }
+  std::int64_t label_offset(std::int64_t j) const {
+    return scale_offset(kCodeBlock + j);
+  }
+
+  std::uint16_t scale_bits(std::int64_t row) const {
+    std::uint16_t bits;
+    std::memcpy(&bits, block_at(row / kCodeBlock) + scale_offset(row % kCodeBlock),
+                sizeof bits);
+    return bits;
+  }
+  void set_scale(std::int64_t row, std::uint16_t bits) {
+    std::memcpy(block_at(row / kCodeBlock) + scale_offset(row % kCodeBlock), &bits,
+                sizeof bits);
+  }
+  void set_label(std::int64_t row, std::int64_t label) {
+    const auto bits = static_cast<std::uint16_t>(label);
+    std::memcpy(block_at(row / kCodeBlock) + label_offset(row % kCodeBlock), &bits,
+                sizeof bits);
+  }
+
+  // The smallest bfloat16 number that is at least a value >= 0.
+  static std::uint16_t scale_from(float value) {
+    return static_cast<std::uint16_t>((bits_of(value) + 0xffffu) >> 16);
+  }
+
+  // values: [quads * 4], zero behind the last dimension.
+  void set(const CodeSpace& space, std::int64_t at, const float* row, float* values) {
     const std::int64_t dims = space.dims();
+    const float *center = space.center(), *inverse_widths = space.inverse_widths();
     float peak = 0.0f;
     for (std::int64_t d = 0; d < dims; ++d) {
-      peak = std::max(peak, std::fabs((row[d] - space.center()[d]) / space.width(d)));
+      values[d] = (row[d] - center[d]) * inverse_widths[d];
+      peak = std::max(peak, std::fabs(values[d]));
     }
-    const float inverse = peak > 0.0f ? kLargestCode / peak : 0.0f;
-    for (std::int64_t d = 0; d < quads_ * kQuad; ++d) {
-      const float value =
-          d < dims ? (row[d] - space.center()[d]) / space.width(d) * inverse : 0.0f;
-      code(at, d) = static_cast<std::uint8_t>(std::lrint(value) + kZeroCode);
+    // A key that hardly differs from the center counts as the center.
+    const std::uint16_t own_scale =
+        peak > kLeastPeak ? scale_from(peak / kLargestCode) : 0;
+    const float inverse = peak > kLeastPeak ? 1.0f / widen(own_scale) : 0.0f;
+    std::uint8_t* codes = first_quad(at);
+    for (std::int64_t q = 0; q < quads_; ++q) {
+      std::uint8_t quad[kQuad];
+      for (int d = 0; d < kQuad; ++d) {
+        // Positive, so that the conversion rounds to the nearest.
+        const float code = values[q * kQuad + d] * inverse + (kZeroCode + 0.5f);
+        quad[d] = static_cast<std::uint8_t>(static_cast<std::int32_t>(code));
+      }
+      std::memcpy(codes + q * kQuadBytes, quad, kQuad);
     }
-    scale(at) = peak / kLargestCode;
+    set_scale(at, own_scale);
+    set_label(at, at % kCodeBlock);
   }
 
   Arena* arena_;  // frees the chunks

@@ -28,12 +28,22 @@ class TopK {
 
   void clear() {
     kept_.clear();
-    full_ = false;
+    full_ = in_order_ = false;
+  }
+
+  // Replaces everything by n candidates, best first, of which the first k stay.
+  void assign(const Scored* candidates, std::int64_t n) {
+    const auto kept = std::min(k_, static_cast<std::size_t>(n));
+    kept_.assign(candidates, candidates + kept);
+    full_ = kept == k_;
+    if (full_) worst_ = kept_.back();
+    in_order_ = true;
   }
 
   void push(Scored candidate) {
     if (full_ && !better(candidate, worst_)) return;
     kept_.push_back(candidate);
+    in_order_ = false;
     if (kept_.size() == 2 * k_) shrink();
   }
 
@@ -59,8 +69,10 @@ class TopK {
 
   // The k best so far, best first. Candidates may be pushed afterwards.
   const std::vector<Scored>& sorted() {
+    if (in_order_) return kept_;
     if (kept_.size() > k_) shrink();
     std::sort(kept_.begin(), kept_.end(), better);
+    in_order_ = true;
     return kept_;
   }
 
@@ -74,7 +86,7 @@ class TopK {
   }
 
   std::size_t k_;
-  bool full_ = false;
+  bool full_ = false, in_order_ = false;
   Scored worst_ = {};
   std::vector<Scored> kept_;
 };

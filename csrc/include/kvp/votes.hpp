@@ -15,6 +15,7 @@
 #include "kvp/dci_tree.hpp"
 #include "kvp/exponential.hpp"
 #include "kvp/index_common.hpp"
+#include "kvp/rank_kernels.hpp"
 #include "kvp/top_k.hpp"
 
 namespace kvp::index {
@@ -60,6 +61,7 @@ class Votes {
  public:
   // Starts a head with keys 0 to num_keys - 1.
   void begin(std::int64_t num_keys) {
+    listed_ = nullptr;
     for (const std::int32_t slot : touched_) votes_[static_cast<std::size_t>(slot)] = 0;
     touched_.clear();
     if (votes_.size() < static_cast<std::size_t>(num_keys)) {
@@ -84,15 +86,19 @@ class Votes {
     }
   }
 
-  // One query's scores of some keys, each at most once; overwrites them.
-  void add(const std::vector<std::int32_t>& slots, float* scores, float scale,
-           const Rest& rest) {
-    if (slots.empty()) return;
-    softmax_in_place(scores, static_cast<std::int64_t>(slots.size()), scale, rest);
-    for (std::size_t i = 0; i < slots.size(); ++i) {
-      float& vote = votes_[static_cast<std::size_t>(slots[i])];
-      if (vote == 0.0f) touched_.push_back(slots[i]);
-      vote += scores[i];
+  // Starts a head whose queries all score the same keys. The list must outlive the votes.
+  void begin_listed(const std::vector<std::int32_t>& slots) {
+    listed_ = &slots;
+    sums_.assign(slots.size() + kPadding, 0.0f);
+  }
+
+  // One query's scores of the listed keys; overwrites them.
+  void add_listed(float* scores, float scale, const Rest& rest) {
+    const auto n = static_cast<std::int64_t>(listed_->size());
+    if (n == 0) return;
+    softmax_in_place(scores, n, scale, rest);
+    for (std::int64_t i = 0; i < n; ++i) {
+      sums_[static_cast<std::size_t>(i)] += scores[i];
     }
   }
 
@@ -116,6 +122,7 @@ class Votes {
   // Votes are positive, so their bits are ordered like the votes. Counting the keys per
   // range of bits finds the range of the last place; keys below it are not compared.
   std::int64_t best(std::int64_t count, std::int64_t* slots) {
+    if (listed_ != nullptr) return best_listed(count, slots);
     std::int32_t in_range[kRanges] = {};
     for (const std::int32_t slot : touched_) ++in_range[range_of(bits_of(slot))];
     std::int64_t above = 0;  // keys in ranges above `last`
@@ -125,10 +132,23 @@ class Votes {
     for (const std::int32_t slot : touched_) {
       const std::uint32_t bits = bits_of(slot);
       if (range_of(bits) < last) continue;
-      // Larger is better: more votes, then the lower slot.
-      candidates_.push_back(std::uint64_t{bits} << 32 |
-                            (0xffffffffu - static_cast<std::uint32_t>(slot)));
+      candidates_.push_back(candidate(bits, slot));
     }
+    return sorted(count, slots);
+  }
+
+ private:
+  // Ranges of votes: eight per power of two from 2^-112 to 2^16, a few thousand
+  // groups at most; smaller votes share the first, larger ones the last.
+  static constexpr std::uint32_t kRanges = 1024, kFirst = (127u - 112u) << 3;
+
+  // Larger is better: more votes, then the lower slot.
+  static std::uint64_t candidate(std::uint32_t bits, std::int32_t slot) {
+    return std::uint64_t{bits} << 32 | (0xffffffffu - static_cast<std::uint32_t>(slot));
+  }
+
+  // The best of candidates_.
+  std::int64_t sorted(std::int64_t count, std::int64_t* slots) {
     const auto found =
         std::min<std::int64_t>(count, static_cast<std::int64_t>(candidates_.size()));
     std::sort(candidates_.begin(), candidates_.end(), std::greater<>());
@@ -140,10 +160,25 @@ class Votes {
     return found;
   }
 
- private:
-  // Ranges of votes: eight per power of two from 2^-112 to 2^16, a few thousand
-  // groups at most; smaller votes share the first, larger ones the last.
-  static constexpr std::uint32_t kRanges = 1024, kFirst = (127u - 112u) << 3;
+  // The best of the listed keys: a threshold finds those that matter.
+  std::int64_t best_listed(std::int64_t count, std::int64_t* slots) {
+    candidates_.clear();
+    const auto n = static_cast<std::int64_t>(listed_->size());
+    if (n > 0) {
+      static const RankKernels& kernels = select_kernels<RankKernels>();
+      std::int32_t* room = at_least(room_, n);
+      const float threshold =
+          threshold_of(kernels, sums_.data(), n, count, room, logits_);
+      std::int64_t unused = 0;
+      const std::int64_t reach =
+          kernels.collect({sums_.data(), n, n, 1, &threshold, room, &unused});
+      for (std::int64_t i = 0; i < reach; ++i) {
+        const auto at = static_cast<std::size_t>(room[i]);
+        candidates_.push_back(candidate(index::bits_of(sums_[at]), (*listed_)[at]));
+      }
+    }
+    return sorted(count, slots);
+  }
 
   std::uint32_t bits_of(std::int32_t slot) const {
     return index::bits_of(votes_[static_cast<std::size_t>(slot)]);
@@ -157,6 +192,9 @@ class Votes {
   std::vector<std::int32_t> touched_;  // slots with a vote
   std::vector<std::uint64_t> candidates_;
   std::vector<float> logits_;
+  const std::vector<std::int32_t>* listed_ = nullptr;
+  std::vector<float> sums_;  // of listed keys
+  std::vector<std::int32_t> room_;
 };
 
 // Per-thread scratch of a vote.
@@ -213,14 +251,15 @@ inline void vote(const CodeIndex& codes, const KeyView& keys, bool by_page,
   }
   CodeScratch& found = scratch.search.codes;
   codes.find(queries, group, options, options.count, found);
-  scratch.votes.begin(codes.num_keys());
+  scratch.votes.begin_listed(found.slots);
   float* logits =
       at_least(scratch.scores, static_cast<std::int64_t>(found.slots.size()));
   for (std::int64_t g = 0; g < group; ++g) {
     CodeIndex::found_logits(g, found, logits);
     const std::int64_t rest = CodeIndex::rest_logits(g, found);
-    scratch.votes.add(found.slots, logits, scale,
-                      {found.sample.data(), rest, static_cast<float>(found.step)});
+    scratch.votes.add_listed(
+        logits, scale,
+        {found.sample.data(), rest, static_cast<float>(CodeIndex::rest_step(found))});
   }
 }
 
@@ -253,7 +292,7 @@ void query_group(const CodeIndex& codes, const KeyView& keys, bool by_page,
       codes.find(queries, group, options, top.limit(), scratch.codes);
   for (std::int64_t g = 0; g < group; ++g) {
     top.clear();
-    CodeIndex::push_found(g, scratch.codes, top);
+    codes.push_found(g, scratch.codes, top);
     take(g, top, visits);
   }
 }
