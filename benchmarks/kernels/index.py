@@ -60,14 +60,25 @@ def random_keys(
 
 
 def real_keys(
-    model: str, texts: str, heads: int, group: int, count: int, rounds: int, seed: int
+    model: str,
+    texts: str,
+    heads: int,
+    group: int,
+    count: int,
+    rounds: int,
+    seed: int,
+    untiled: int = 6000,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and queries of a real model; heads of several layers, concatenated."""
+    """Keys and queries of a real model; heads of several layers, concatenated.
+
+    Args:
+        untiled: number of keys to take from the model; more are copies with noise.
+    """
     from real_keys import capture
     from texts import english
 
     text = Path(texts).read_text() if texts else english(seed, 4000)
-    length = min(count, 6000) + 128
+    length = min(count, untiled) + 128
     layers = capture(model, text, length, 64)
     found_keys, found_queries = [], []
     for queries, keys in layers[4::2]:

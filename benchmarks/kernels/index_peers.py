@@ -12,7 +12,7 @@ Each method has a setting that trades coverage for speed (``max_visits``, ``ef``
 target, in steps of 2^(1/4). The other half is timed, and its coverage is reported.
 
 Keys and queries come from a real model, after RoPE, as in ``index.py``. Contexts longer
-than 6,000 tokens are tiled, each copy with a little noise. All methods take turns
+than ``--untiled`` are tiled, each copy with a little noise. All methods take turns
 within each repetition, in random order. Before each call 64 MiB of other memory are
 overwritten. A call queries all heads with all queries of a group. Our index does this
 in one call. The libraries index one head at a time, so their heads are queried one
@@ -129,7 +129,14 @@ def measure(
     rounds = QUERIES // options.group
     say(f"keys of {heads} heads")
     keys, queries = real_keys(
-        options.model, options.texts, heads, options.group, count, rounds, options.seed
+        options.model,
+        options.texts,
+        heads,
+        options.group,
+        count,
+        rounds,
+        options.seed,
+        options.untiled,
     )
     batches = queries.unflatten(1, (rounds, options.group))
     tuning = batches[:, : rounds // 2].flatten(1, 2)
@@ -295,6 +302,12 @@ def parse() -> argparse.Namespace:
         help="text to read with the model; default: generated sentences",
     )
     add("--sizes", type=int, nargs="+", default=[4096, 32768, 131072])
+    add(
+        "--untiled",
+        type=int,
+        default=6000,
+        help="keys to take from the model; longer contexts repeat them with noise",
+    )
     add("--heads", type=int, nargs="+", default=[8, 8, 2], help="KV heads, per size")
     add("--group", type=int, default=3, help="queries per KV head in a call")
     add(

@@ -10,6 +10,7 @@ struct CodeBreaker {
   CodeIndex& index;
   using Index = std::int64_t;
   Index label(Index row) const { return index.codes_.label(row); }
+  Index slot_of(Index row) const { return index.slot_of(row); }
   void set_label(Index row, Index label) { index.codes_.set_label(row, label); }
   std::uint16_t scale(Index row) const { return index.codes_.scale_bits(row); }
   void set_scale(Index row, std::uint16_t bits) { index.codes_.set_scale(row, bits); }
@@ -268,6 +269,90 @@ void test_index(const CodeKernels& kernels, const RankKernels& ranks,
   }
 }
 
+// In long contexts, keys that arrive in large parts get the pages of keys that arrive at
+// once, and their pages hold more of the best keys than those of keys that arrive one by
+// one, if similar keys are far apart.
+void test_merging(std::mt19937& random) {
+  current_case = "merging";
+  const Index n = 36000, dims = 16;
+  std::vector<float> keys = clustered(n / 12, dims, random);
+  while (static_cast<Index>(keys.size()) < n * dims) {  // copies, far apart
+    keys.push_back(keys[keys.size() - n / 12 * dims] +
+                   0.01f * static_cast<float>(random() % 100));
+  }
+  const KeyView view = dense(keys, dims);
+  const Settings settings = coded_settings(dims, 0, 512);
+  const Kernels& kernels = select_kernels<Kernels>();
+  Forest<CodeIndex> whole(settings, 1, kernels), parts(settings, 1, kernels),
+      grown(settings, 1, kernels);
+  Forest<BruteForce> scan(settings, 1, kernels);
+  scan.append({view}, n);
+  whole.append({view}, 600);
+  whole.append({after(view, 600)}, n - 600);
+  for (Index done = 0; done < n; done += 600) parts.append({after(view, done)}, 600);
+  grown.append({view}, 600);
+  for (Index done = 600; done < n; done += 200) grown.append({after(view, done)}, 200);
+  for (const auto* index : {&whole, &parts, &grown}) {
+    CHECK(index->integrity({view}, false) == "");
+    CHECK(index->tree(0).paged() == n / 512 * 512);
+  }
+  double merged = 0.0, unmerged = 0.0;
+  for (int round = 0; round < 30; ++round) {
+    const std::vector<float> query = clustered(1, dims, random);
+    const auto exact = search(scan.tree(0), view, false, query.data(), 20);
+    const QueryOptions few{320, 1.0};
+    const auto found = search(whole.tree(0), view, false, query.data(), 20, few);
+    CHECK(same(found, search(parts.tree(0), view, false, query.data(), 20, few)));
+    merged += recall(found, exact);
+    unmerged +=
+        recall(search(grown.tree(0), view, false, query.data(), 20, few), exact);
+  }
+  CHECK(merged > unmerged + 1.0);
+}
+
+// The best of so many pages that they are chosen through groups.
+void test_groups(std::mt19937& random) {
+  current_case = "groups";
+  // Segments of 131 pages, so that the last pages are in no group. The keys of the last
+  // segment are the best.
+  const Index n = 70000, dims = 16, segment = 131 * kCodeBlock;
+  std::vector<float> keys = clustered(n, dims, random);
+  const Index last = (n / segment - 1) * segment;
+  for (Index i = last * dims; i < (last + segment) * dims; ++i) keys[i] *= 3.0f;
+  const KeyView view = dense(keys, dims);
+  Forest<CodeIndex> index(coded_settings(dims, 0, segment), 1,
+                          select_kernels<Kernels>());
+  Forest<BruteForce> scan(settings_for(dims, 16), 1, select_kernels<Kernels>());
+  index.append({view}, 69000);
+  for (Index done = 69000; done < n; done += 10) {
+    index.append({after(view, done)}, 10);
+  }
+  scan.append({view}, n);
+  CHECK(index.integrity({view}, false) == "");
+  const CodeBreaker looker{const_cast<CodeIndex&>(index.tree(0))};
+  const Index paged = index.tree(0).paged();
+  std::vector<std::int32_t> ungrouped;
+  for (Index row = paged - 3 * kCodeBlock; row < paged; ++row) {
+    ungrouped.push_back(static_cast<std::int32_t>(looker.slot_of(row)));
+  }
+  double total = 0.0;
+  Index visits = 0, found_there = 0;
+  for (int round = 0; round < 40; ++round) {
+    const std::vector<float> query = clustered(1, dims, random);
+    Scratch scratch;
+    TopK top(50);
+    visits = index.tree(0).query(view, false, query.data(), {4096, 1.0}, scratch, top);
+    total += recall(top.sorted(), search(scan.tree(0), view, false, query.data(), 50));
+    for (const Scored& each : top.sorted()) {
+      found_there +=
+          std::find(ungrouped.begin(), ungrouped.end(), each.slot) != ungrouped.end();
+    }
+  }
+  CHECK(visits < 4096 + 4096 / 8 + segment + kCodeBlock);
+  CHECK(found_there > 0);
+  CHECK(total > 32.0);
+}
+
 // The votes of a group are the attention of the exact scan, restricted to few keys.
 void test_votes(std::mt19937& random) {
   current_case = "votes";
@@ -395,6 +480,8 @@ int main() {
     test_index(select_kernels<CodeKernels>(), *kernels, random);
   }
   test_pages(random);
+  test_merging(random);
+  test_groups(random);
   test_votes(random);
   test_damage_is_found(random);
   test_outliers(random);

@@ -1,4 +1,4 @@
-"""IceCache: pages of similar keys; a tree finds the best pages for each query."""
+"""IceCache: all tokens on the host; an index finds those that a query needs."""
 
 from __future__ import annotations
 
@@ -52,33 +52,37 @@ class TreePages(KeyIndex):
 
 
 class IceCache(Retriever):
-    """Fetch clusters of similar keys from host memory (IceCache, ICLR 2026).
+    """Fetch the keys that a query needs from host memory (IceCache, ICLR 2026).
 
     Sections 3.3 and 4, algorithms 1 to 4. The whole cache is on the host. For each
-    request, layer and KV head, a DCI tree clusters the tokens into pages. At every step
-    the tree finds the best keys for the queries of the KV head's group, and the engine
-    copies their tokens to the device, in addition to sinks and window. It does not copy
-    resident tokens again. Tokens that leave the window enter the tree.
+    request, layer and KV head, an index finds the best keys for the queries of the KV
+    head's group at every step, and the engine copies their tokens to the device, in
+    addition to sinks and window. It does not copy resident tokens again. Tokens that
+    leave the window enter the index.
 
-    Differs from the paper: the budget is spent on the keys that the tree finds. The
-    paper fetches their whole pages, so neighbors fill most of the budget. ``fetch:
-    "pages"`` does the same; it cuts the last page so that the hot slots are exactly
-    full. See ``DCIIndex`` for differences in the tree. ``index: "codes"`` is not in the
-    paper, see ``CodedIndex``.
+    Differs from the paper:
+
+    - The index compares codes of one byte per dimension (``CodedIndex``), which is
+      faster and finds more than the paper's DCI tree. ``index: "dci"`` uses the tree;
+      see ``DCIIndex`` for differences there.
+    - The budget is spent on the keys that the index finds. The paper fetches their
+      whole pages, so neighbors fill most of the budget. ``fetch: "pages"`` does the
+      same with the tree; it cuts the last page so that the hot slots are exactly full.
 
     Cost: per step and selecting layer, about ``max_visits`` products of keys and
-    queries. Per prompt, building the trees.
+    queries. Per prompt, building the indices.
     """
 
     name: ClassVar[str] = "icecache"
     summary: ClassVar[str] = (
-        "keeps all tokens on the host; a tree of similar keys finds those to fetch"
+        "keeps all tokens on the host; an index of similar keys finds those to fetch"
     )
 
-    index: Literal["dci", "codes"] = Field(
-        default="dci",
-        description="How to find keys: the tree of the paper (dci), or one-byte codes, "
-        "scanned below 4096 tokens and in pages of similar keys above (codes).",
+    index: Literal["auto", "dci", "codes"] = Field(
+        default="auto",
+        description="How to find keys: the tree of the paper (dci); one-byte codes, "
+        "scanned below 4096 tokens and in pages of similar keys above (codes); or "
+        "codes unless pages are fetched, which are the tree's (auto).",
     )
     page_tokens: int = Field(
         default=16, ge=1, description="Maximum number of tokens per page of the tree."
@@ -101,8 +105,8 @@ class IceCache(Retriever):
     )
     lazy_index: bool = Field(
         default=False,
-        description="Start to generate before the trees are built; scan all keys until "
-        "then.",
+        description="Start to generate before the indices are built; scan all keys "
+        "until then.",
     )
     seed: int = Field(default=0, ge=0, description="Random seed of the promotions.")
 
@@ -131,18 +135,19 @@ class IceCache(Retriever):
 
     @property
     def index_share(self) -> float:
-        """Of bfloat16 keys and values with 64 channels; less with more channels.
+        """Of keys and values with 64 channels; less with more channels.
 
-        The tree takes 47 %. Codes take 30 %, and arrays that have just doubled 59 %.
+        The tree takes 47 %. Codes take 29 %, and up to 43 % with few tokens, because
+        memory is allocated in slabs.
         """
-        return 0.5 if self.index == "dci" else 0.6
+        return 0.5
 
     @property
     def builds_lazily(self) -> bool:
         return self.lazy_index
 
     def new_index(self, num_kv_heads: int, head_dim: int) -> KeyIndex:
-        if self.index == "codes":
+        if self.index == "codes" or (self.index == "auto" and self.fetch == "tokens"):
             return CodedIndex(num_kv_heads, head_dim, max_visits=self.max_visits)
         tree = DCIIndex(
             num_kv_heads,

@@ -180,7 +180,7 @@ class Retriever(KVCachePolicy):
 
     @property
     def index_share(self) -> float:
-        """Maximum size of the index, relative to the keys and values in the cache."""
+        """Maximum size of the index, relative to bfloat16 keys and values."""
         return 0.0
 
     # Tokens per page of host memory.
@@ -217,7 +217,8 @@ class Retriever(KVCachePolicy):
     def index_bytes(self, tokens: int, geometry: Geometry) -> int:
         """Maximum size of a request's indices if every layer that offloads selects,
         whatever ``host_dtype`` is."""
-        return int(self.offloaded_bytes(tokens, geometry) * self.index_share)
+        in_bfloat16 = 2 * self.offloaded_bytes(tokens, geometry)
+        return int(in_bfloat16 // (geometry.element_bytes or 2) * self.index_share)
 
     @abstractmethod
     def new_index(self, num_kv_heads: int, head_dim: int) -> KeyIndex:

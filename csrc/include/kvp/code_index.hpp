@@ -3,14 +3,15 @@
 // Short contexts are scanned: codes take a quarter of the bytes of float32 keys, lie in
 // order, and are read once for all queries of a KV head. Long contexts are divided into
 // pages of sixteen similar keys, segment by segment as keys arrive. A query scans the codes
-// of the pages' means, visits the best pages, and scans the keys behind the last segment.
+// of the pages' means (if there are many, only in the best groups of pages), visits the
+// best pages, and scans the keys behind the last segment.
 //
 //     rows   [ segment 0: pages | segment 1: pages | ... | keys not in pages yet ]
 //              in the order of pages, within a segment      in the order of arrival
 //
 // Scores are those of codes. Keys themselves are read only when they are added, or where a
-// query asks for all keys exactly. Results depend on the keys alone, and on how the first
-// kFitKeys of them were split over calls.
+// query asks for all keys exactly. Results depend on the keys, and on how they were split
+// over calls.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +46,9 @@ class CodeIndex {
         exact_(arena, settings, kernels, head),
         first_rows_(arena),
         codes_(arena),
-        means_(arena) {}
+        means_(arena),
+        groups_(arena),
+        starts_(arena) {}
 
   std::int64_t num_keys() const { return exact_.num_keys(); }
   std::int64_t num_pages() const { return exact_.num_pages(); }
@@ -63,10 +66,7 @@ class CodeIndex {
       read_keys(keys, first, count, settings_.head_dim, rows.data());
       add_rows(rows.data(), count);
     }
-    while (num_keys() >= settings_.flat_keys && !space_.empty() &&
-           codes_.size() - paged() >= settings_.segment) {
-      divide_segment();
-    }
+    if (num_keys() >= settings_.flat_keys && !space_.empty()) divide(n >= kManyKeys);
     return true;
   }
 
@@ -189,7 +189,7 @@ class CodeIndex {
     for (std::int64_t row = 0; row < num_keys(); ++row) {
       const std::int64_t slot = slot_of(row);
       if (row < paged()) {
-        if (codes_.label(row) >= settings_.segment) {
+        if (slot >= segment_stop(segment_of(row / kCodeBlock))) {
           return "row " + std::to_string(row) + " has no key of its segment";
         }
         if (seen[static_cast<std::size_t>(slot)]) {
@@ -218,15 +218,25 @@ class CodeIndex {
   friend struct CodeBreaker;  // tests damage an index to see that the checks report it
 
   static constexpr std::int64_t kRowsAtATime = 1024;
+  // Segments are merged only when as many keys arrive together, because it takes long for
+  // one step of generation, and only in long contexts: in shorter ones, keys that are near
+  // each other make better pages.
+  static constexpr std::int64_t kManyKeys = 256, kMergedKeys = 32768;
+  static constexpr std::int64_t kMerged = 4, kLargestSegment = 32768;
+  // From so many pages on, a quarter of the groups of sixteen pages is looked into.
+  static constexpr std::int64_t kGroupedPages = 4096, kGroupShare = 4;
   static constexpr std::int64_t kRanked = 128;  // more candidates are sorted otherwise
 
   // What the labels of a block are relative to.
   std::int64_t first_slot(std::int64_t block) const {
     const std::int64_t row = block * kCodeBlock;
     if (row >= paged()) return row;
-    // 32 bits: division is several times faster.
-    const auto segment = static_cast<std::uint32_t>(settings_.segment);
-    return static_cast<std::uint32_t>(row) / segment * segment;
+    return starts_[segment_of(block)];
+  }
+  // The segment of a block that is in pages.
+  std::int64_t segment_of(std::int64_t block) const {
+    const std::int64_t *first = starts_.data(), *stop = first + starts_.size();
+    return std::upper_bound(first, stop, block * kCodeBlock) - first - 1;
   }
   std::int64_t slot_of(std::int64_t row) const {
     return first_slot(row / kCodeBlock) + codes_.label(row);
@@ -252,39 +262,129 @@ class CodeIndex {
     first_rows_.clear();
   }
 
-  // Puts the next `segment` keys into pages.
-  void divide_segment() {
-    const std::int64_t dims = settings_.head_dim, first = paged(),
-                       n = settings_.segment, padded = round_up(dims, kDivideLanes);
+  std::int64_t segment_stop(std::int64_t i) const {
+    return i + 1 < starts_.size() ? starts_[i + 1] : paged_;
+  }
+  std::int64_t segment_size(std::int64_t i) const {
+    return segment_stop(i) - starts_[i];
+  }
+
+  // Puts the keys behind the last segment into pages, `segment` keys at a time.
+  void divide(bool may_merge) {
+    const std::int64_t had = paged_;
+    while (codes_.size() - paged_ >= settings_.segment) {
+      starts_.push(paged_);
+      paged_ += settings_.segment;
+    }
+    std::int64_t changed = had;
+    if (may_merge && paged_ > kMergedKeys) changed = std::min(had, merge(had));
+    for (std::int64_t i = starts_.size(); i-- > 0 && starts_[i] >= changed;) {
+      divide_segment(starts_[i], segment_size(i));
+    }
+    if (changed < paged_) update_means(changed);
+  }
+
+  // Four segments of one size become one, up to kLargestSegment, until there are no four.
+  // Fewer pages then hold the best keys if similar keys are far apart.
+  //
+  // Args: had: keys that are in pages. Returns the first row of the first merged segment;
+  // from there on, the keys are in the order of arrival.
+  std::int64_t merge(std::int64_t had) {
+    const std::vector<std::int64_t> old(starts_.data(),
+                                        starts_.data() + starts_.size());
+    std::int64_t changed = paged_;
+    for (std::int64_t i = 0; i + kMerged <= starts_.size();) {
+      if (!four_equal(i)) {
+        ++i;
+        continue;
+      }
+      changed = std::min(changed, starts_[i]);
+      std::copy(starts_.data() + i + kMerged, starts_.data() + starts_.size(),
+                starts_.data() + i + 1);
+      starts_.resize(starts_.size() - (kMerged - 1));
+      i = std::max<std::int64_t>(i - (kMerged - 1), 0);
+    }
+    for (std::size_t i = 0; i < old.size(); ++i) {
+      if (old[i] < changed || old[i] >= had) continue;
+      codes_.restore_order(old[i], (i + 1 < old.size() ? old[i + 1] : paged_) - old[i]);
+    }
+    return changed;
+  }
+
+  bool four_equal(std::int64_t first) const {
+    const std::int64_t size = segment_size(first);
+    bool equal = kMerged * size <= kLargestSegment;
+    for (std::int64_t i = first + 1; i < first + kMerged; ++i) {
+      equal = equal && segment_size(i) == size;
+    }
+    return equal;
+  }
+
+  // Puts keys that are in the order of arrival into pages.
+  void divide_segment(std::int64_t first, std::int64_t n) {
+    const std::int64_t padded = round_up(settings_.head_dim, kDivideLanes);
     std::vector<float> rows(static_cast<std::size_t>(n * padded));
     for (std::int64_t i = 0; i < n; ++i) {
       codes_.decode(space_, first + i, rows.data() + i * padded);
     }
     std::vector<std::int32_t> order;
     PageDivider().divide(rows.data(), n, padded, order);
-    std::vector<float> mean(static_cast<std::size_t>(dims));
-    for (std::int64_t page = 0; page < n; page += kCodeBlock) {
-      std::copy_n(space_.center(), dims, mean.data());
-      for (std::int64_t i = page; i < page + kCodeBlock; ++i) {
-        const float* row = rows.data() + order[static_cast<std::size_t>(i)] * padded;
-        for (std::int64_t d = 0; d < dims; ++d) {
-          mean[static_cast<std::size_t>(d)] += row[d] / static_cast<float>(kCodeBlock);
-        }
-      }
-      means_.append(space_, mean.data(), 1);
-    }
     for (std::int32_t& row : order) row += static_cast<std::int32_t>(first);
     codes_.permute(first, order.data(), n);
-    paged_ += n;
   }
 
-  // Sets scratch.blocks to the pages whose means are best for any query.
+  // Means of the pages from a row on, and of the groups of these pages.
+  void update_means(std::int64_t first) {
+    for (std::int64_t page = first / kCodeBlock; page < paged_ / kCodeBlock; ++page) {
+      put_mean(codes_, page, means_);
+    }
+    for (std::int64_t i = first / (kCodeBlock * kCodeBlock);
+         (i + 1) * kCodeBlock <= means_.size(); ++i) {
+      put_mean(means_, i, groups_);
+    }
+  }
+
+  // Row `block` of `means` becomes the mean of a block of codes.
+  void put_mean(const KeyCodes& codes, std::int64_t block, KeyCodes& means) const {
+    const auto dims = static_cast<std::size_t>(settings_.head_dim);
+    std::vector<float> mean(space_.center(), space_.center() + dims), row(dims);
+    for (std::int64_t i = 0; i < kCodeBlock; ++i) {
+      codes.decode(space_, block * kCodeBlock + i, row.data());
+      for (std::size_t d = 0; d < dims; ++d) {
+        mean[d] += row[d] / static_cast<float>(kCodeBlock);
+      }
+    }
+    means.put(space_, block, mean.data());
+  }
+
+  // Sets scratch.blocks to the pages whose means are best for any query. Of many pages,
+  // only those in the best groups are scored.
   void choose_pages(std::int64_t group, std::int64_t max_visits,
                     CodeScratch& scratch) const {
     const std::int64_t pages = (max_visits + kCodeBlock - 1) / kCodeBlock;
-    collect_best(means_, group, nullptr, means_.blocks(), means_.size(), pages,
-                 scratch);
+    std::int64_t blocks = means_.blocks(), n = means_.size();
+    const std::int32_t* list = nullptr;
+    if (n >= kGroupedPages) {
+      const std::int64_t groups = groups_.size(),
+                         wanted = std::max(groups / kGroupShare, pages);
+      collect_best(groups_, group, nullptr, groups_.blocks(), groups, wanted, scratch);
+      // A group is a block of means. The last block may have no group yet.
+      scratch.groups.swap(scratch.found);
+      n = static_cast<std::int64_t>(scratch.groups.size()) * kCodeBlock;
+      if (blocks > groups) {
+        scratch.groups.push_back(static_cast<std::int32_t>(groups));
+        n += means_.size() - groups * kCodeBlock;
+      }
+      list = scratch.groups.data();
+      blocks = static_cast<std::int64_t>(scratch.groups.size());
+    }
+    collect_best(means_, group, list, blocks, n, pages, scratch);
     scratch.blocks.swap(scratch.found);
+    if (list == nullptr) return;
+    for (std::int32_t& page : scratch.blocks) {
+      page = list[page / kCodeBlock] * static_cast<std::int32_t>(kCodeBlock) +
+             page % static_cast<std::int32_t>(kCodeBlock);
+    }
   }
 
   // Scores the first n rows of the listed blocks. Sets scratch.found to those that are among
@@ -320,6 +420,8 @@ class CodeIndex {
   Array<float> first_rows_;  // until there are kFitKeys
   KeyCodes codes_;  // of all keys
   KeyCodes means_;  // of all pages
+  KeyCodes groups_;  // means of sixteen pages each
+  Array<std::int64_t> starts_;  // first row of each segment
   std::int64_t paged_ = 0;
 };
 

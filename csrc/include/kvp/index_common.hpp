@@ -50,7 +50,7 @@ struct CodeScratch {
   std::vector<float> scores, sample, thresholds;
   std::vector<std::int64_t> counts;
   std::vector<const std::uint8_t*> memory;  // of the blocks that are scored
-  std::vector<std::int32_t> blocks, found, slots, candidates, ranks;
+  std::vector<std::int32_t> groups, blocks, found, slots, candidates, ranks;
   std::int64_t stride = 0, scored = 0;
 };
 

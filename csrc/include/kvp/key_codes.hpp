@@ -124,6 +124,29 @@ class KeyCodes {
     size_ += n;
   }
 
+  // Row `at` becomes the code of row [dims]; at <= size().
+  void put(const CodeSpace& space, std::int64_t at, const float* row) {
+    if (at == size_) {
+      append(space, row, 1);
+      return;
+    }
+    std::vector<float> values(static_cast<std::size_t>(quads_ * kQuad), 0.0f);
+    set(space, at, row, values.data());
+  }
+
+  // Undoes `permute`.
+  void restore_order(std::int64_t first, std::int64_t n) {
+    std::vector<std::int32_t> order(static_cast<std::size_t>(n));
+    for (std::int64_t i = 0; i < n; ++i) {
+      order[static_cast<std::size_t>(label(first + i))] =
+          static_cast<std::int32_t>(first + i);
+    }
+    permute(first, order.data(), n);
+    for (std::int64_t row = first; row < first + n; ++row) {
+      set_label(row, row % kCodeBlock);
+    }
+  }
+
   // row[d] = the key that the code stands for, minus the center.
   void decode(const CodeSpace& space, std::int64_t at, float* row) const {
     const float own_scale = widen(scale_bits(at));
