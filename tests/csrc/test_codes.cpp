@@ -335,6 +335,8 @@ void test_groups(std::mt19937& random) {
   for (Index row = paged - 3 * kCodeBlock; row < paged; ++row) {
     ungrouped.push_back(static_cast<std::int32_t>(looker.slot_of(row)));
   }
+  // A query visits at least as many keys as it is to find.
+  CHECK(search(index.tree(0), view, false, keys.data(), 300, {16, 1.0}).size() == 300);
   double total = 0.0;
   Index visits = 0, found_there = 0;
   for (int round = 0; round < 40; ++round) {

@@ -81,8 +81,8 @@ def test_quantized_host_memory_answers_as_before(tiny_model):
     same = [quantized["tokens"][name] == exact["tokens"][name] for name in "012345"]
     assert sum(same) >= 4
     assert quantized["used"] * 128 == exact["used"] * 36 > 0
-    # The index takes up to half of the keys and values in the cache.
-    assert quantized["reserved"] / exact["reserved"] == (36 / 128 + 0.5) / 1.5
+    # The index takes up to half of bfloat16 keys and values, whatever the cache holds.
+    assert quantized["reserved"] / exact["reserved"] == (36 / 128 + 0.25) / 1.25
     assert exact["reserved"] > exact["used"]
     assert quantized["reserved"] > quantized["used"]
 

@@ -184,7 +184,7 @@ def test_a_retrievers_tokens_stay_on_the_host(tiny_model):
         "name": "icecache",
         "budget": 64,
         "skip_layers": 1,
-        "host_memory": "3MiB",
+        "host_memory": "2500KiB",
     }
     report = run_scenario(
         "scenarios_sessions:retrieved",

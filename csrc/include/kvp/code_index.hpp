@@ -97,7 +97,7 @@ class CodeIndex {
     const std::int32_t* list = nullptr;
     std::int64_t blocks = codes_.blocks(), visits = num_keys();
     if (paged() > 0) {
-      choose_pages(group, options.max_visits, scratch);
+      choose_pages(group, std::max(options.max_visits, wanted), scratch);
       visits = static_cast<std::int64_t>(scratch.blocks.size()) * kCodeBlock +
                num_keys() - paged();
       for (std::int64_t b = paged() / kCodeBlock; b < codes_.blocks(); ++b) {
