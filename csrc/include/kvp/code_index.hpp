@@ -10,8 +10,8 @@
 //              in the order of pages, within a segment      in the order of arrival
 //
 // Scores are those of codes. Keys themselves are read only when they are added, or where a
-// query asks for all keys exactly. Results depend on the keys, and on how they were split
-// over calls.
+// query asks for all keys exactly. Results depend on the keys alone, and above kMergedKeys
+// on how they were split over calls.
 #pragma once
 
 #include <algorithm>
@@ -34,8 +34,9 @@ namespace kvp::index {
 
 class CodeIndex {
  public:
-  // The first keys measure the space of codes; fewer are scanned exactly.
-  static constexpr std::int64_t kFitKeys = 64;
+  // So many first keys measure the space of codes, however they arrive; fewer are scanned
+  // exactly.
+  static constexpr std::int64_t kFitKeys = 128;
   static constexpr std::int64_t kSample = 256;
 
   CodeIndex(Arena& arena, const Settings& settings, const Kernels& kernels,
@@ -257,7 +258,7 @@ class CodeIndex {
       n = first_rows_.size() / dims;
     }
     if (n < kFitKeys) return;
-    space_.fit(rows, n, dims);
+    space_.fit(rows, kFitKeys, dims);
     codes_.append(space_, rows, n);
     first_rows_.clear();
   }

@@ -250,7 +250,8 @@ inline void vote(const CodeIndex& codes, const KeyView& keys, bool by_page,
     return;
   }
   CodeScratch& found = scratch.search.codes;
-  codes.find(queries, group, options, options.count, found);
+  // More than are taken: a key that no query ranks first may have the most votes.
+  codes.find(queries, group, options, options.count * 5 / 4 + 6, found);
   scratch.votes.begin_listed(found.slots);
   float* logits =
       at_least(scratch.scores, static_cast<std::int64_t>(found.slots.size()));
