@@ -65,7 +65,8 @@ def test_a_small_pool_gives_the_first_token_of_stock(tiny_model, name):
 def test_random_traffic_leaks_nothing_and_changes_no_token(tiny_model, name):
     """Prompts move to the host in blocks of 64 tokens, among other requests. Those that
     are preempted differ by design: their answers are read again as prompts. Codes round
-    keys, so the last bits of a key, which depend on the batch, may change what they find.
+    keys, so the last bits of a key, which depend on the batch, may change what they
+    find.
     """
     policy = {"name": name, **SMALL, "budget": 32, "prefill_block": 64}
     if name == "icecache":
