@@ -174,8 +174,7 @@ Tensor index_places(std::int64_t handle, std::int64_t first) {
   require_usable(op, *key_index);
   const std::int64_t n = key_index->num_keys();
   if (first < 0 || first > n) fail(op, "first must be 0 to ", n, ", got ", first);
-  Tensor places =
-      torch::stable::empty({key_index->num_heads(), n - first}, ScalarType::Long);
+  Tensor places = new_on_cpu({key_index->num_heads(), n - first}, ScalarType::Long);
   std::int64_t* out = places.mutable_data_ptr<std::int64_t>();
   for (std::int64_t head = 0; head < key_index->num_heads(); ++head) {
     for (std::int64_t slot = first; slot < n; ++slot) {
@@ -190,7 +189,7 @@ Tensor index_stats(std::int64_t handle) {
   const std::shared_ptr<AnyIndex> key_index =
       Registry::get().find("index_stats", handle);
   const std::shared_lock<std::shared_mutex> lock(key_index->mutex);
-  Tensor stats = torch::stable::empty({2 + key_index->num_heads()}, ScalarType::Long);
+  Tensor stats = new_on_cpu({2 + key_index->num_heads()}, ScalarType::Long);
   std::int64_t* out = stats.mutable_data_ptr<std::int64_t>();
   *out++ = key_index->num_keys();
   *out++ = key_index->memory_bytes();

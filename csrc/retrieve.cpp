@@ -133,9 +133,8 @@ HotCall checked_hot_call(const char* op, const Tensor& host, const Tensor& table
 }
 
 // int64 [requests]: sums over heads.
-Tensor per_request(const HotCall& call, const Tensor& like,
-                   const std::vector<std::int64_t>& per_task) {
-  Tensor out = torch::stable::new_empty(like, {call.requests});
+Tensor per_request(const HotCall& call, const std::vector<std::int64_t>& per_task) {
+  Tensor out = new_on_cpu({call.requests}, ScalarType::Long);
   std::int64_t* sums = out.mutable_data_ptr<std::int64_t>();
   std::fill_n(sums, call.requests, 0);
   for (std::int64_t task = 0; task < call.tasks(); ++task) {
@@ -202,7 +201,7 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets, const Tensor& v_off
       }
     });
   });
-  return per_request(call, slot_indices, copied);
+  return per_request(call, copied);
 }
 
 // Like fill_hot, for a heap on another device: updates `token` and returns the copies
@@ -235,7 +234,7 @@ std::tuple<Tensor, Tensor> swap_hot(const Tensor& host, const Tensor& table,
   });
   std::int64_t n = 0;
   for (const std::int64_t each : copied) n += each;
-  Tensor moves = torch::stable::new_empty(slot_indices, {4, n});
+  Tensor moves = new_on_cpu({4, n}, ScalarType::Long);
   std::int64_t* key = moves.mutable_data_ptr<std::int64_t>();
   std::int64_t *value = key + n, *page_of = value + n, *slot_of = page_of + n;
   for (const std::vector<Move>& part : found) {
@@ -246,7 +245,7 @@ std::tuple<Tensor, Tensor> swap_hot(const Tensor& host, const Tensor& table,
       *slot_of++ = move.slot;
     }
   }
-  return {moves, per_request(call, slot_indices, copied)};
+  return {moves, per_request(call, copied)};
 }
 
 }  // namespace

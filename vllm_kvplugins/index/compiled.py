@@ -83,8 +83,6 @@ class CompiledIndex(KeyIndex):
         self, queries: torch.Tensor, keys: Keys, scale: float, count: int
     ) -> torch.Tensor:
         """See :meth:`KeyIndex.select` and :func:`select_compiled`."""
-        if _torch_keys(self) is not None:
-            return select_compiled([self], queries[None], keys, scale, count)[0]
         return select_compiled([self], queries, keys, scale, count)
 
     def query_topk(
@@ -95,10 +93,7 @@ class CompiledIndex(KeyIndex):
         Args:
             queries: [heads, group, head_dim].
         """
-        if _torch_keys(self) is not None:
-            results = _torch_topk([self], queries.unsqueeze(0), keys, k)
-            return TopKeys(*(tensor[0] for tensor in results))
-        return TopKeys(*_ask("index_topk", [self], queries, keys, k, max_visits))
+        return query_topk([self], queries, keys, k, max_visits)
 
     def query_pages(
         self,
@@ -113,10 +108,7 @@ class CompiledIndex(KeyIndex):
         Args:
             queries: [heads, group, head_dim].
         """
-        results = query_pages(
-            [self], queries.unsqueeze(0), keys, k, max_pages, max_visits
-        )
-        return Pages(*(tensor[0] for tensor in results))
+        return query_pages([self], queries, keys, k, max_pages, max_visits)
 
     def places(self, first: int = 0) -> torch.Tensor:
         """int64 [heads, num_keys - first]: places of slots ``first`` and later."""
@@ -174,7 +166,8 @@ def query_topk(
 
     Args:
         indexes: one per request, of the same heads and head_dim.
-        queries: float32 or bfloat16 [requests, heads, group, head_dim]; the
+        queries: float32 or bfloat16 [requests, heads, group, head_dim], or of one
+            request without the first dimension, which the result then lacks, too; the
             queries of a group share a KV head (grouped-query attention).
         keys: the memory of all requests' indexed keys.
         k: keys per query.
@@ -190,7 +183,8 @@ def query_topk(
     Cost: see the classes; no Python work per request or head.
     """
     if any(_torch_keys(index) is not None for index in indexes):
-        return _torch_topk(indexes, queries, keys, k)
+        results = _torch_topk(indexes, _with_requests(queries), keys, k)
+        return results if queries.dim() == 4 else TopKeys(*(x[0] for x in results))
     return TopKeys(*_ask("index_topk", indexes, queries, keys, k, max_visits))
 
 
@@ -220,11 +214,13 @@ def query_pages(
     Cost: that of :func:`query_topk`.
     """
     if any(_torch_keys(index) is not None for index in indexes):
-        slots = _torch_topk(indexes, queries, keys, k).slots
+        slots = _torch_topk(indexes, _with_requests(queries), keys, k).slots
         results = [
             scan.pages(slots[r], index.places(), index.page_size, max_pages)
             for r, index in enumerate(indexes)
         ]
+        if queries.dim() == 3:
+            return Pages(*results[0])
         return Pages(*(torch.stack(part) for part in zip(*results, strict=True)))
     return Pages(*_ask("index_pages", indexes, queries, keys, k, max_visits, max_pages))
 
@@ -247,7 +243,8 @@ def select_compiled(
     Args:
         indexes: one per request, of the same heads and head_dim; trees and scans may
             be mixed. The trees must have the same settings.
-        queries: float32 or bfloat16 [requests, heads, group, head_dim].
+        queries: float32 or bfloat16 [requests, heads, group, head_dim], or of one
+            request without the first dimension, which the result then lacks, too.
         keys: the memory of all requests' indexed keys.
         scale: softmax scale.
         count: keys per KV head.
@@ -266,7 +263,8 @@ def select_compiled(
         raise ValueError("kvp.index_select: there must be at least one index")
     if any(getattr(index, "_torch_keys", None) is not None for index in indexes):
         counts = [index.num_keys for index in indexes]
-        return scan.scan_in_torch(counts, queries, keys, scale, count)
+        chosen = scan.scan_in_torch(counts, _with_requests(queries), keys, scale, count)
+        return chosen if queries.dim() == 4 else chosen[0]
     return call_compiled(
         "index_select",
         _as_tensor(tuple(index.handle for index in indexes)),
@@ -312,6 +310,10 @@ def _ask(
         first.visit_ratio,
         *more,
     )
+
+
+def _with_requests(queries: torch.Tensor) -> torch.Tensor:
+    return queries if queries.dim() == 4 else queries[None]
 
 
 def _torch_keys(index: CompiledIndex) -> int | None:
