@@ -1,4 +1,5 @@
 // Votes and hot slots against plain loops.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -33,6 +34,26 @@ void test_exponential() {
   require(worst < 5e-6, "exp_of_logit is within 5e-6");
   require(kvp::index::exp_of_logit(0.0f) == 1.0f, "exp(0) is 1");
   require(kvp::index::exp_of_logit(-1e30f) > 0.0f, "no vote is zero");
+}
+
+void test_kernels(const kvp::index::VoteKernels& kernels, std::mt19937& random) {
+  std::normal_distribution<float> normal(0.0f, 20.0f);
+  for (const std::int64_t n : {1, 3, 4, 7, 8, 9, 16, 31, 250}) {
+    std::vector<float> logits(u(n));
+    for (float& x : logits) x = normal(random);
+    const float peak = *std::max_element(logits.begin(), logits.end());
+    require(kernels.peak(logits.data(), n) == peak, "the peak is the largest logit");
+    std::vector<float> values = logits;
+    const float sum = kernels.exponentials(values.data(), n, 0.5f, peak);
+    double expected = 0.0;
+    for (std::int64_t i = 0; i < n; ++i) {
+      const double right =
+          std::exp(std::max(0.5 * (static_cast<double>(logits[u(i)]) - peak), -60.0));
+      expected += right;
+      require(std::abs(values[u(i)] - right) <= 1e-5 * right, "exponentials are right");
+    }
+    require(std::abs(sum - expected) <= 1e-5 * expected, "their sum is right");
+  }
 }
 
 // Votes of random queries over random keys; the best in a stable order.
@@ -185,6 +206,9 @@ int main() {
   std::printf("seed %u\n", kSeed);
   std::mt19937 random(kSeed);
   test_exponential();
+  for (const auto* kernels : kvp::runnable_kernels<kvp::index::VoteKernels>()) {
+    test_kernels(*kernels, random);
+  }
   test_votes(random);
   test_hot_slots(random);
   std::puts("0 failure(s)");  // require() ends the program at the first failure

@@ -399,13 +399,12 @@ class CodeIndex {
     const std::uint8_t** memory = at_least(scratch.memory, blocks);
     codes.point(list, blocks, memory);
     code_kernels_->score(codes.run(scratch, group, memory, blocks, scores, stride));
-    scratch.found.resize(static_cast<std::size_t>(n));
+    scratch.found.resize(static_cast<std::size_t>(n + kPadding));
     scratch.thresholds.resize(static_cast<std::size_t>(group));
     scratch.counts.resize(static_cast<std::size_t>(group));
     for (std::int64_t g = 0; g < group; ++g) {
       scratch.thresholds[static_cast<std::size_t>(g)] =
-          threshold_of(*rank_kernels_, scores + g * stride, n, enough,
-                       scratch.found.data(), scratch.sample);
+          threshold_of(*rank_kernels_, scores + g * stride, n, enough, scratch.sample);
     }
     const std::int64_t found =
         rank_kernels_->collect({scores, stride, n, group, scratch.thresholds.data(),

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "kvp/elements.hpp"
+#include "kvp/simd.hpp"
 
 namespace kvp::index {
 
@@ -31,6 +32,27 @@ inline float exp_of_logit(float x) {
   p = p * f + 6.9314718e-1f;
   p = p * f + 1.0f;
   return from_bits(bits_of(p) + (bits_of(shifted) << 23));
+}
+
+// The same for W logits, in place.
+template <int W>
+KVP_INLINE void exp_of_logits(typename Vec<W>::F& x) {
+  using F = typename Vec<W>::F;
+  using U = typename Vec<W>::U;
+  constexpr float kLog2E = 1.44269504f, kMagic = 12582912.0f;
+  const F least = F{} - 60.0f;
+  const F t = (x < least ? least : x) * kLog2E;
+  const F shifted = t + kMagic;
+  const F f = t - (shifted - kMagic);
+  F p = F{} + 1.5403530e-4f;
+  p = p * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  x = reinterpret_cast<F>(reinterpret_cast<U>(p) +
+                          (reinterpret_cast<U>(shifted) << 23));
 }
 
 }  // namespace kvp::index

@@ -23,7 +23,8 @@ struct ScoreRange {
   float least, most;
 };
 
-// `collect` may read as many floats behind the last score of a row.
+// `collect` and `narrow` may read as many floats behind the last score of a row, and write as
+// many entries behind the last result.
 constexpr std::int64_t kPadding = 8;
 
 // Arguments of RankKernels::collect.
@@ -31,7 +32,7 @@ struct CollectRun {
   const float* scores;  // [group][stride]
   std::int64_t stride, n, group;
   const float* thresholds;  // [group]
-  std::int32_t* slots;  // room for n
+  std::int32_t* slots;  // room for n + kPadding
   std::int64_t* counts;  // [group]
 };
 
@@ -129,15 +130,67 @@ inline std::int64_t collect_baseline(const CollectRun& run) {
   return found;
 }
 
+// Copies the scores that reach the threshold, in order, to `out`, which has room for them
+// and kPadding more, and may be `scores`. Returns their number.
+inline std::int64_t narrow_baseline(const float* scores, std::int64_t n,
+                                    float threshold, float* out) {
+  std::int64_t found = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const float score = scores[i];
+    if (score >= threshold) out[found++] = score;
+  }
+  return found;
+}
+
 #if defined(KVP_X86)
+
+// lanes[mask] lists the bits that are set in mask, from the lowest on.
+struct SetBits {
+  std::uint8_t lanes[256][8] = {};
+
+  constexpr SetBits() {
+    for (unsigned mask = 0; mask < 256; ++mask) {
+      int found = 0;
+      for (unsigned lane = 0; lane < 8; ++lane) {
+        if (mask & (1u << lane)) lanes[mask][found++] = static_cast<std::uint8_t>(lane);
+      }
+    }
+  }
+};
+
+alignas(64) inline constexpr SetBits kSetBits;
+
+// The lanes of a mask, packed; what follows the last one has no meaning.
+KVP_TARGET_AVX2 inline __m256i packed_lanes(unsigned mask) {
+  const auto* lanes = reinterpret_cast<const __m128i*>(kSetBits.lanes[mask]);
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(lanes));
+}
+
+// Lanes of eight that are before the end, if `left` are.
+inline unsigned lanes_before_end(std::int64_t left) {
+  return left < 8 ? (1u << left) - 1u : 0xffu;
+}
+
+KVP_TARGET_AVX2 inline std::int64_t narrow_avx2(const float* scores, std::int64_t n,
+                                                float threshold, float* out) {
+  const __m256 least = _mm256_set1_ps(threshold);
+  std::int64_t found = 0;
+  for (std::int64_t i = 0; i < n; i += 8) {
+    const __m256 eight = _mm256_loadu_ps(scores + i);
+    const unsigned mask =
+        lanes_before_end(n - i) & static_cast<unsigned>(_mm256_movemask_ps(
+                                      _mm256_cmp_ps(eight, least, _CMP_GE_OQ)));
+    _mm256_storeu_ps(out + found, _mm256_permutevar8x32_ps(eight, packed_lanes(mask)));
+    found += __builtin_popcount(mask);
+  }
+  return found;
+}
 
 KVP_TARGET_AVX2 inline std::int64_t collect_avx2(const CollectRun& run) {
   std::int64_t found = 0;
   for (std::int64_t g = 0; g < run.group; ++g) run.counts[g] = 0;
   for (std::int64_t i = 0; i < run.n; i += 8) {
-    // Lanes behind the last key do not count.
-    const std::int64_t left = run.n - i;
-    const unsigned valid = left < 8 ? (1u << left) - 1u : 0xffu;
+    const unsigned valid = lanes_before_end(run.n - i);
     unsigned any = 0;
     for (std::int64_t g = 0; g < run.group; ++g) {
       const __m256 scores = _mm256_loadu_ps(run.scores + g * run.stride + i);
@@ -147,9 +200,10 @@ KVP_TARGET_AVX2 inline std::int64_t collect_avx2(const CollectRun& run) {
       run.counts[g] += __builtin_popcount(mask);
       any |= mask;
     }
-    for (; any != 0; any &= any - 1) {
-      run.slots[found++] = static_cast<std::int32_t>(i) + __builtin_ctz(any);
-    }
+    const __m256i slots = _mm256_add_epi32(
+        packed_lanes(any), _mm256_set1_epi32(static_cast<std::int32_t>(i)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(run.slots + found), slots);
+    found += __builtin_popcount(any);
   }
   return found;
 }
@@ -162,12 +216,14 @@ struct RankKernels {
   std::int64_t (*count)(const float* scores, std::int64_t n, float threshold);
   void (*rank)(const float* scores, std::int64_t n, std::int32_t* ranks);
   std::int64_t (*collect)(const CollectRun&);
+  std::int64_t (*narrow)(const float* scores, std::int64_t n, float threshold,
+                         float* out);
   static constexpr auto tables();
 };
 
 namespace ranking {
 
-#define KVP_RANK_KERNELS(NAME, SIMD, TARGET, COLLECT)                               \
+#define KVP_RANK_KERNELS(NAME, SIMD, TARGET, COLLECT, NARROW)                       \
   namespace NAME {                                                                  \
   TARGET inline ScoreRange range(const float* scores, std::int64_t n) {             \
     return range_body<lanes_of(SIMD)>(scores, n);                                   \
@@ -179,12 +235,13 @@ namespace ranking {
   TARGET inline void rank(const float* scores, std::int64_t n, std::int32_t* out) { \
     rank_body<lanes_of(SIMD)>(scores, n, out);                                      \
   }                                                                                 \
-  inline constexpr RankKernels table{SIMD, range, count, rank, COLLECT};            \
+  inline constexpr RankKernels table{SIMD, range, count, rank, COLLECT, NARROW};    \
   }
 
-KVP_RANK_KERNELS(baseline, Simd::kBaseline, KVP_TARGET_BASELINE, collect_baseline)
+KVP_RANK_KERNELS(baseline, Simd::kBaseline, KVP_TARGET_BASELINE, collect_baseline,
+                 narrow_baseline)
 #if defined(KVP_X86)
-KVP_RANK_KERNELS(avx2, Simd::kAvx2, KVP_TARGET_AVX2, collect_avx2)
+KVP_RANK_KERNELS(avx2, Simd::kAvx2, KVP_TARGET_AVX2, collect_avx2, narrow_avx2)
 #endif
 
 #undef KVP_RANK_KERNELS
@@ -202,10 +259,9 @@ inline constexpr auto RankKernels::tables() {
 // A threshold that at least `rank` scores reach, and if scores differ, at most an eighth
 // more. Bisects the range of the scores without branches that depend on single scores.
 //
-// Args: scores: [n + kPadding]; room: memory for n slots; narrowed: for the few scores that
-// are left after some steps.
+// Args: scores: [n + kPadding]; narrowed: for the few scores that are left after some steps.
 inline float threshold_of(const RankKernels& kernels, const float* scores,
-                          std::int64_t n, std::int64_t rank, std::int32_t* room,
+                          std::int64_t n, std::int64_t rank,
                           std::vector<float>& narrowed) {
   constexpr int kSteps = 24;
   constexpr std::int64_t kMany = 512;
@@ -215,7 +271,7 @@ inline float threshold_of(const RankKernels& kernels, const float* scores,
   if (kernels.count(scores, n, high) >= rank) return high;
   for (int step = 0; step < kSteps; ++step) {
     const float middle = 0.5f * low + 0.5f * high;
-    std::int64_t count = kernels.count(scores, n, middle);
+    const std::int64_t count = kernels.count(scores, n, middle);
     if (count < rank) {
       high = middle;
       continue;
@@ -224,11 +280,9 @@ inline float threshold_of(const RankKernels& kernels, const float* scores,
     if (count <= rank + rank / 8) break;
     if (n > kMany && count < n / 4) {
       // Scores below `low` do not matter any more.
-      kernels.collect({scores, n, n, 1, &low, room, &count});
-      float* left = at_least(narrowed, count + kPadding);
-      for (std::int64_t i = 0; i < count; ++i) left[i] = scores[room[i]];
+      float* left = at_least(narrowed, n + kPadding);
+      n = kernels.narrow(scores, n, low, left);
       scores = left;
-      n = count;
     }
   }
   return low;

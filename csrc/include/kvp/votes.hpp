@@ -13,29 +13,12 @@
 #include "kvp/brute_force.hpp"
 #include "kvp/code_index.hpp"
 #include "kvp/dci_tree.hpp"
-#include "kvp/exponential.hpp"
 #include "kvp/index_common.hpp"
 #include "kvp/rank_kernels.hpp"
 #include "kvp/top_k.hpp"
+#include "kvp/vote_kernels.hpp"
 
 namespace kvp::index {
-
-// values[i] becomes exp(scale * (values[i] - peak)). Returns their sum.
-inline float exponentials(float* values, std::int64_t n, float scale, float peak) {
-  for (std::int64_t i = 0; i < n; ++i) {
-    values[i] = exp_of_logit(scale * (values[i] - peak));
-  }
-  // Eight independent sums: a fixed order of additions without waiting for each one.
-  float sums[8] = {};
-  std::int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    for (int lane = 0; lane < 8; ++lane) sums[lane] += values[i + lane];
-  }
-  for (; i < n; ++i) sums[0] += values[i];
-  float sum = 0.0f;
-  for (const float part : sums) sum += part;
-  return sum;
-}
 
 // Logits of keys that get no vote but take attention; each stands for `weight` keys. They
 // are overwritten.
@@ -48,10 +31,12 @@ struct Rest {
 // logits[i] becomes its softmax. Scale is >= 0. No logit of the rest is above all others.
 inline void softmax_in_place(float* logits, std::int64_t n, float scale,
                              const Rest& rest = {}) {
-  float peak = logits[0];
-  for (std::int64_t i = 1; i < n; ++i) peak = logits[i] > peak ? logits[i] : peak;
-  float sum = exponentials(logits, n, scale, peak);
-  if (rest.n > 0) sum += rest.weight * exponentials(rest.logits, rest.n, scale, peak);
+  static const VoteKernels& kernels = select_kernels<VoteKernels>();
+  const float peak = kernels.peak(logits, n);
+  float sum = kernels.exponentials(logits, n, scale, peak);
+  if (rest.n > 0) {
+    sum += rest.weight * kernels.exponentials(rest.logits, rest.n, scale, peak);
+  }
   const float share = 1.0f / sum;
   for (std::int64_t i = 0; i < n; ++i) logits[i] *= share;
 }
@@ -166,9 +151,8 @@ class Votes {
     const auto n = static_cast<std::int64_t>(listed_->size());
     if (n > 0) {
       static const RankKernels& kernels = select_kernels<RankKernels>();
-      std::int32_t* room = at_least(room_, n);
-      const float threshold =
-          threshold_of(kernels, sums_.data(), n, count, room, logits_);
+      std::int32_t* room = at_least(room_, n + kPadding);
+      const float threshold = threshold_of(kernels, sums_.data(), n, count, logits_);
       std::int64_t unused = 0;
       const std::int64_t reach =
           kernels.collect({sums_.data(), n, n, 1, &threshold, room, &unused});
