@@ -221,14 +221,7 @@ def _section(model: Model) -> Iterator[str]:
         (label, *_values(cells, shares)) for label, cells in by_policy(model).items()
     ]
     yield from _table(("policy", *scores), rows)
-    speed = [
-        (label, *_speeds(cells, shares))
-        for label, cells in by_policy(model).items()
-        if any("tokens_per_s" in cell for cell in cells.values())
-    ]
-    if speed:
-        yield "\nMedian (smallest..largest) of the rounds, one request alone:\n"
-        yield from _table(("policy", "first token ms", "tokens/s"), speed)
+    yield from _speed_table(model)
     yield ""
     yield from _remarks(model)
     commits = ", ".join(sorted({c for cell in model["cells"] for c in cell["commits"]}))
@@ -236,6 +229,23 @@ def _section(model: Model) -> Iterator[str]:
         f"- Samples: {counts}. {model['settings']['dtype']}, {model['machine']}, torch "
         f"{model['torch']}, commits {commits}."
     )
+
+
+def _speed_table(model: Model) -> Iterator[str]:
+    """First token and tokens per second, at the shares where they were measured."""
+    timed = [cell for cell in model["cells"] if "tokens_per_s" in cell]
+    if not timed:
+        return
+    shares = sorted({cell["share"] for cell in timed if cell["share"] is not None})
+    labels = {cell["label"] for cell in timed}
+    rows = [
+        (label, *_speeds(cells, shares))
+        for label, cells in by_policy(model).items()
+        if label in labels
+    ]
+    at = " · ".join(percent(share) for share in shares)
+    yield f"\nMedian (smallest..largest) of the rounds, one request alone, at {at}:\n"
+    yield from _table(("policy", "first token ms", "tokens/s"), rows)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -117,6 +117,9 @@ def run(
         "bfloat16"
     ),
     tasks: Annotated[str, typer.Option(help="separated by commas")] = ",".join(TASKS),
+    shares: Annotated[
+        str, typer.Option(help="shares of the context to keep, separated by commas")
+    ] = ",".join(map(str, SHARES)),
     speed: Annotated[
         int, typer.Option(help="rounds of the speed measurement, instead of answers")
     ] = 0,
@@ -156,17 +159,40 @@ def run(
         raise typer.BadParameter(f"--tasks: {unknown} is none of {list(TASKS)}")
     deadline = time.monotonic() + 60 * minutes if minutes else None
     try:
-        failed = measure(setting, names, chosen, batch, out, speed, prefills, deadline)
+        failed = measure(
+            setting,
+            names,
+            chosen,
+            read_shares(shares),
+            batch,
+            out,
+            speed,
+            prefills,
+            deadline,
+        )
     except (TaskError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     for line in failed:
         typer.echo(line)
 
 
+def read_shares(given: str) -> list[float]:
+    """The shares that ``--shares`` lists.
+
+    Raises:
+        ValueError: one is not measured by this benchmark.
+    """
+    chosen = [float(share) for share in given.split(",")]
+    if unknown := sorted(set(chosen) - set(SHARES)):
+        raise ValueError(f"--shares: {unknown} is none of {list(SHARES)}")
+    return chosen
+
+
 def measure(
     setting: Setting,
     tasks: Sequence[str],
     policies: Sequence[dict[str, Any]],
+    shares: Sequence[float],
     batch: int,
     out: Path,
     speed: int,
@@ -203,7 +229,7 @@ def measure(
     rows = open_rows(out, header, mix_commits=True)
     prompts = prompts_of(setting, tasks)
     lengths = [len(prompt.token_ids) for prompt in prompts]
-    jobs = list(jobs_of(list(policies), list(SHARES), max(lengths), geometry))
+    jobs = list(jobs_of(list(policies), list(shares), max(lengths), geometry))
     references = out.with_suffix(".stock")
     store = PrefillStore(prefills, setting.model, setting.dtype) if prefills else None
     common = {

@@ -211,7 +211,8 @@ def test_tables_have_a_line_per_policy_and_say_what_cannot_run(rows_file):
     table = tables([cells_of(rows_file)])
     scores, speed = (x for x in table.splitlines() if x.startswith("| snapkv"))
     assert scores == "| snapkv | – · 3 | – | – | – · 1.0 | – · 3.0 |"
-    assert speed == "| snapkv | – · 101 (100..102) | – · 11.0 (10.0..12.0) |"
+    assert speed == "| snapkv | 101 (100..102) | 11.0 (10.0..12.0) |"
+    assert "one request alone, at 10 %:" in table
     assert "- `sekv` cannot run at 5 %: it no." in table
 
 
