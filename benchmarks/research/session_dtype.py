@@ -48,7 +48,7 @@ class Setting:
     """What all engines of a run share.
 
     Attributes:
-        dialogues: conversations of about 1000 tokens.
+        dialogues: conversations of about 600 tokens.
         keys: pass keys, in the same number of parts of a text.
         key_tokens: length of these texts.
         restores: sessions that are loaded one after the other in a conversation.
@@ -69,7 +69,7 @@ class Setting:
         """Chat messages and the key, if there is one, by name."""
         found = {}
         for seed in range(self.dialogues):
-            found[f"dialogue {seed}"] = dialogue(seed)[0].messages, ""
+            found[f"dialogue {seed}"] = dialogue(seed, 6, 2)[0].messages, ""
         for depth in range(self.keys):
             prompt, key = plant(filler(self.key_tokens), depth, self.keys)
             messages = [
@@ -120,11 +120,11 @@ class Engine:
         from vllm import SamplingParams
 
         del self._seen[:]
-        forced = bool(extra.get("prescribed"))
+        goes_on = bool(extra.get("prescribed") or extra.get("recorded"))
         if ends:
             extra["kv_transfer_params"] = {"turn_ends": ends}
         params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=forced, extra_args=extra
+            temperature=0, max_tokens=max_tokens, ignore_eos=goes_on, extra_args=extra
         )
         request = [{"prompt_token_ids": prompt}]
         return self._llm.generate(request, params, use_tqdm=False)[0]
@@ -244,11 +244,11 @@ def _shown(value: float | None) -> str:
 def main(
     model: Annotated[str, typer.Argument()] = "",
     policy: Annotated[list[str] | None, typer.Option(help="as JSON")] = None,
-    dialogues: int = 10,
+    dialogues: int = 8,
     keys: int = 20,
-    key_tokens: int = 1000,
+    key_tokens: int = 300,
     restores: Annotated[int, typer.Option(help="loads per conversation")] = 1,
-    answer_tokens: int = 16,
+    answer_tokens: int = 32,
     dtype: Annotated[str, typer.Option(help="of model and cache")] = "bfloat16",
     json_out: Path | None = None,
     child: Annotated[str, typer.Option(hidden=True)] = "",
