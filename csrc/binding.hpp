@@ -216,18 +216,6 @@ void with_element(const HeapView& view, const Body& body) {
   }
 }
 
-// The same for ops that compute with elements, and so refuse fp8.
-template <typename Body>
-void with_plain_element(const char* op, const HeapView& view, const Body& body) {
-  if (view.element_size == 4) {
-    body(static_cast<std::uint32_t*>(nullptr));
-  } else if (view.element_size == 2) {
-    body(static_cast<std::uint16_t*>(nullptr));
-  } else {
-    fail(op, "heap must be float32, float16 or bfloat16, got uint8");
-  }
-}
-
 template <typename Element>
 const Element* read(const Tensor& tensor, Element*) {
   return static_cast<const Element*>(tensor.const_data_ptr());

@@ -148,6 +148,7 @@ inline void require_usable(const char* op, const AnyIndex& key_index) {
 }
 
 // What a tensor's last dimension holds: head_dim elements, or the bytes of quantized rows.
+// Fp8 elements are read as rows without a scale.
 inline void set_elements(const char* op, const Tensor& keys, KeyView& view) {
   const ScalarType type = keys.scalar_type();
   const std::int64_t last = keys.dim() - 1, width = keys.size(last);
@@ -155,12 +156,17 @@ inline void set_elements(const char* op, const Tensor& keys, KeyView& view) {
     view.rows = quantized_rows_of(op, "keys", keys, view.head_dim);
     return;
   }
-  if (type != ScalarType::Float && type != ScalarType::BFloat16) {
-    fail(op, "keys must be float32 or bfloat16, or quantized (uint8), got ",
+  const bool fp8 = type == ScalarType::Float8_e4m3fn || type == ScalarType::Float8_e5m2;
+  if (!fp8 && type != ScalarType::Float && type != ScalarType::BFloat16) {
+    fail(op, "keys must be float32, bfloat16 or fp8, or quantized (uint8), got ",
          type_name(type));
   }
   if (width != view.head_dim) {
     fail(op, "keys must have ", view.head_dim, " elements, got ", shape_of(keys));
+  }
+  if (fp8) {
+    view.rows = fp8_rows_of(op, "keys", keys);
+    return;
   }
   view.type = type == ScalarType::Float ? index::ElementType::kFloat32
                                         : index::ElementType::kBFloat16;

@@ -156,7 +156,9 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets, const Tensor& v_off
                   view.block_size, view.head_dim);
   const HotCall call = checked_hot_call(op, host, table, wanted, slot_indices, token,
                                         page, slot, counts);
-  const bool quantized = host.scalar_type() == ScalarType::Byte;
+  // Rows of an fp8 heap are copied bit by bit.
+  const bool quantized =
+      host.scalar_type() == ScalarType::Byte && view.element_size > 1;
   QuantizedRows rows;
   if (quantized) {
     rows = quantized_rows_of(op, "host", host, view.head_dim);
@@ -171,7 +173,7 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets, const Tensor& v_off
     }
   }
   std::vector<std::int64_t> copied(static_cast<std::size_t>(call.tasks()));
-  with_plain_element(op, view, [&](auto* tag) {
+  with_element(view, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
     const auto kv = view.paged(write(heap, tag), layout);
     for_all(call.tasks(), [&](std::int64_t task) {
@@ -190,15 +192,17 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets, const Tensor& v_off
                                     mark);
             });
       };
-      if (quantized) {
-        const HostTokens<std::uint8_t> bytes{
-            static_cast<const std::uint8_t*>(host.const_data_ptr()), call.pages(task),
-            call.page_tokens, rows.row_bytes()};
-        fill(QuantizedTokens<Element>(bytes, rows));
-      } else {
-        fill(HostTokens<Element>{read(host, tag), call.pages(task), call.page_tokens,
-                                 view.head_dim});
+      if constexpr (sizeof(Element) > 1) {
+        if (quantized) {
+          const HostTokens<std::uint8_t> bytes{
+              static_cast<const std::uint8_t*>(host.const_data_ptr()), call.pages(task),
+              call.page_tokens, rows.row_bytes()};
+          fill(QuantizedTokens<Element>(bytes, rows));
+          return;
+        }
       }
+      fill(HostTokens<Element>{read(host, tag), call.pages(task), call.page_tokens,
+                               view.head_dim});
     });
   });
   return per_request(call, copied);

@@ -110,6 +110,7 @@ CODES: dict[str, str] = {
     "KVP309": "a session file was skipped at start-up; logged",
     "KVP310": "session_dir is too slow, so sessions are not kept; logged once",
     "KVP311": "session_disk is too small for a session file; logged once",
+    "KVP312": "session_dtype 'int8' or 'int4' with an fp8 KV cache",
     # 400-499: native operations and indices
     "KVP400": "the environment variable KVP_OPS has an unknown value",
     "KVP401": "KVP_OPS=compiled, but the compiled operations cannot run",

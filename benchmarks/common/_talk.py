@@ -38,7 +38,8 @@ class Prescribed(AdapterLogitsProcessor):
 
 
 class Recorded(Prescribed):
-    """Like ``Prescribed``, and records the logits before each prescribed token.
+    """Like ``Prescribed``, and records the logits before each token of a request that
+    has prescribed ones or ``extra_args["recorded"]``.
 
     Attributes:
         seen: logits, float32 [vocabulary], in order; of one request at a time.
@@ -50,13 +51,13 @@ class Recorded(Prescribed):
         self, params: SamplingParams
     ) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
         force = super().new_req_logits_processor(params)
-        if force is None:
+        if force is None and not (params.extra_args or {}).get("recorded"):
             return None
 
         def record(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
             # earlier chunks of the prompt also produce logits
             self.seen[len(output_ids) :] = [logits.float().clone()]
-            return force(output_ids, logits)
+            return logits if force is None else force(output_ids, logits)
 
         return record
 

@@ -1,5 +1,7 @@
 // Tests of quantized rows (quantized_rows.hpp), and of what reads them: key views and hot
 // slots. The oracle is a loop written from the definition, in double precision.
+#include <limits>
+
 #include "index_fixtures.hpp"
 #include "kvp/hot_set.hpp"
 
@@ -152,6 +154,49 @@ void test_formats() {
   CHECK((QuantizedFormat{64, 4}.row_bytes() == 40));
 }
 
+// The value of an fp8 element, from the definition of the format.
+double fp8_value(kvp::Fp8 type, int code) {
+  const bool e4m3 = type == kvp::Fp8::kE4m3;
+  const int mantissa_bits = e4m3 ? 3 : 2, bias = e4m3 ? 7 : 15;
+  const int exponent = (code & 0x7f) >> mantissa_bits;
+  const int mantissa = code & ((1 << mantissa_bits) - 1);
+  const double sign = (code & 0x80) != 0 ? -1.0 : 1.0;
+  if (e4m3 ? (code & 0x7f) == 0x7f : exponent == 31 && mantissa != 0)
+    return std::nan("");
+  if (!e4m3 && exponent == 31) return sign * std::numeric_limits<double>::infinity();
+  const double fraction = std::ldexp(mantissa, -mantissa_bits);
+  return exponent == 0 ? sign * std::ldexp(fraction, 1 - bias)
+                       : sign * std::ldexp(1.0 + fraction, exponent - bias);
+}
+
+// Every byte, at every place of rows of several sizes; the sanitizers see their ends.
+void test_fp8_rows(const QuantizedKernels& kernels) {
+  current_case = "fp8 rows";
+  for (const kvp::Fp8 type : {kvp::Fp8::kE4m3, kvp::Fp8::kE5m2}) {
+    for (const Index dims : {1, 3, 16, 31, 64, 100, 128}) {
+      const QuantizedRows rows{{dims, 8, type}, &kernels};
+      CHECK(rows.row_bytes() == dims);
+      for (int first = 0; first < 256; ++first) {
+        std::vector<std::uint8_t> row;
+        for (Index d = 0; d < dims; ++d) {
+          row.push_back(static_cast<std::uint8_t>(first + d));
+        }
+        std::vector<float> out(row.size());
+        rows.read(row.data(), out.data());
+        for (Index d = 0; d < dims; ++d) {
+          const double right = fp8_value(type, row[d]);
+          if (std::isnan(right)) {
+            CHECK(std::isnan(out[d]));
+          } else {
+            CHECK(static_cast<double>(out[d]) == right);
+            CHECK(std::signbit(out[d]) == std::signbit(right));
+          }
+        }
+      }
+    }
+  }
+}
+
 // A view of quantized keys in pages of 16 scores what a view of their values does.
 void test_key_views(const QuantizedKernels& quantized_kernels, const Kernels& kernels,
                     std::mt19937& random) {
@@ -263,6 +308,7 @@ int main() {
     std::printf("%s\n", kvp::name_of(kernels->simd));
     test_errors(*kernels, random);
     test_special_rows(*kernels);
+    test_fp8_rows(*kernels);
     test_hot_slots<std::uint32_t>(*kernels, random);
     test_hot_slots<std::uint16_t>(*kernels, random);
     for (const Kernels* scores : kvp::runnable_kernels<Kernels>()) {

@@ -21,14 +21,14 @@ class Parking(Driver):
     """
 
     def __init__(self, model: str, policy: Policy, **settings: Any) -> None:
-        from vllm_kvplugins.sessions import snapshot
+        from vllm_kvplugins.sessions import stored_pages
 
         arguments = {"num_gpu_blocks_override": 400, "skip_tokenizer_init": False}
         arguments |= {"max_model_len": 4096} | settings
         super().__init__(make_llm(model, policy, **arguments))
         self.copied, copy = (
             0,
-            getattr(snapshot.copy_pages, "stock", snapshot.copy_pages),
+            getattr(stored_pages.copy_pages, "stock", stored_pages.copy_pages),
         )
 
         def counted(into: Any, ids: Any, *source: Any) -> None:
@@ -36,7 +36,7 @@ class Parking(Driver):
             copy(into, ids, *source)
 
         counted.stock = copy
-        snapshot.copy_pages = counted
+        stored_pages.copy_pages = counted
 
     @property
     def parked(self) -> int:

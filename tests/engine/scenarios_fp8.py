@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import fp8_kernels
 from driver import Driver, make_llm
 from texts import english_tokens, random_tokens
 from tiny_model import VOCABULARY
@@ -32,8 +33,15 @@ def traffic(
     cache: str,
     lengths: list[int],
     scales: tuple[float, float] = (1.0, 1.0),
+    emulate: bool = False,
 ) -> dict[str, Any]:
-    """Tokens of prompts together, alone, and behind the prefix of an earlier one."""
+    """Tokens of prompts together, alone, and behind the prefix of an earlier one.
+
+    Args:
+        emulate: run vLLM's kernels of an fp8 cache in torch.
+    """
+    if emulate:
+        fp8_kernels.install()
     _set_scales(scales)
     llm = make_llm(
         model,
@@ -71,7 +79,24 @@ def traffic(
         "cached": cached,
         "held": len(driver.held_blocks()),
         "compactions": getattr(driver.manager, "compactions", 0),
+        "host_bytes": _used_host_bytes(driver, prompts),
     }
+
+
+def _used_host_bytes(driver: Driver, prompts: dict[str, list[int]]) -> int:
+    """Bytes that one of the prompts has in the host tier while it is answered."""
+    extensions = getattr(getattr(driver, "runtime", None), "extensions", [])
+    tiers = [each.tier for each in extensions if hasattr(each, "tier")]
+    if not tiers:
+        return 0
+    (tier,) = tiers
+    most = 0
+    driver.add("counted", max(prompts.values(), key=len), 8)
+    while driver.busy:
+        driver.step()
+        most = max(most, (len(tier.pages) - tier.num_free) * tier.page_bytes)
+    driver.step()
+    return most
 
 
 def kept(

@@ -108,6 +108,57 @@ def talks(
     }
 
 
+def stored(
+    model: str,
+    policies: list[dict[str, Any]],
+    prompt: int,
+    question: int,
+    settings: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """The second turn of a conversation under each policy, loaded from the host.
+
+    The first answers are those of the first policy, so that all restore the same text.
+
+    Returns:
+        Tokens of the second answers, restored tokens, bytes of the first session by the
+        metric and in the worker, which excludes the host tier, and size of its file.
+    """
+    report: list[dict[str, Any]] = []
+    answer: list[int] = []
+    for policy in policies:
+        llm = make_llm(model, policy, disable_log_stats=False, **settings)
+        driver = Driver(llm)
+        first = random_tokens(1, prompt, VOCABULARY)
+        spoken, _ = _ask(driver, "first", first, [], "one", ANSWER)
+        answer = answer or spoken
+        store = driver.worker.kv_policy.session_store
+        store.wait_for_writes()
+        settle(driver)
+        metrics = {metric.name: metric for metric in llm.get_metrics()}
+        num_bytes = int(metrics["vllm:kv_policy_session_bytes"].value)
+        held = store.held_bytes
+        files = Path(policy.get("session_dir", "/nowhere")).glob("*/*.safetensors")
+        file_bytes = sum(file.stat().st_size for file in files)
+        second = [*first, *answer, *random_tokens(2, question, VOCABULARY)]
+        ends = [len(first) + len(answer)]
+        tokens, restored = _ask(driver, "second", second, ends, "one", ANSWER)
+        store.wait_for_writes()
+        settle(driver)
+        directory(driver).check_integrity()
+        report.append(
+            {
+                "tokens": tokens,
+                "restored": restored,
+                "bytes": num_bytes,
+                "held": held,
+                "file_bytes": file_bytes,
+                "tracked": driver.check_policy_state(),
+            }
+        )
+        del driver, llm
+    return report
+
+
 def finish(driver: Driver) -> None:
     """Wait until all files are written, and check the accounting."""
     store = driver.worker.kv_policy.session_store
@@ -330,10 +381,10 @@ def failed_loads(
     Args:
         after: copies that go well before one does not.
     """
-    from vllm_kvplugins.sessions import snapshot as saved_caches
+    from vllm_kvplugins.sessions import stored_pages
 
     driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400, **settings))
-    copy, left = saved_caches.copy_pages, [0]
+    copy, left = stored_pages.copy_pages, [0]
 
     def no_room(target: Any, ids: Any, source: Any, source_ids: Any) -> None:
         if ids is not None:  # copies to the pool
@@ -351,13 +402,13 @@ def failed_loads(
     settle(driver)
     assert driver.llm.reset_prefix_cache()
     report: dict[str, Any] = {"sessions": directory(driver).num_sessions}
-    saved_caches.copy_pages, left[0] = no_room, after
+    stored_pages.copy_pages, left[0] = no_room, after
     driver.add("other", random_tokens(9, 50, VOCABULARY), 40, salt="other")
     driver.step_until(lambda: len(driver.tokens["other"]) >= 3)
     for name in ("c", "d"):
         driver.add(name, third, 12, turn_ends=ends, salt="s")
     driver.run()
-    saved_caches.copy_pages = copy
+    stored_pages.copy_pages = copy
     report["hits"] = counts(driver)["hits"]
     for name in ("c2", "other2"):
         prompt = third if name == "c2" else random_tokens(9, 50, VOCABULARY)

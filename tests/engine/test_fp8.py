@@ -1,6 +1,7 @@
 """An fp8 KV cache: moves copy elements bit by bit, scores read dequantized keys.
 
-vLLM's CPU kernel attends to fp8 with AVX-512 only; other machines skip these tests.
+vLLM's CPU kernel attends to fp8 with AVX-512 only. Other machines skip the tests that
+compare with it, and run the others with that kernel in torch (``fp8_kernels``).
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ from typing import Any
 import pytest
 import torch
 from harness import run_scenario
-from policy_settings import SMALL_BUDGETS, configure, drop, policies_that
+from policy_settings import SMALL_BUDGETS, configure, drop, policies_that, retrieve
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(
-        not torch.cpu._is_avx512_supported(), reason="needs AVX-512 (vLLM's kernel)"
-    ),
-]
+pytestmark = pytest.mark.engine
+
+HAS_KERNEL = torch.cpu._is_avx512_supported()
+needs_kernel = pytest.mark.skipif(
+    not HAS_KERNEL, reason="needs AVX-512 (vLLM's kernel)"
+)
 
 SEED = 5
 LENGTHS = [40, 300, 700]
 QUICK = ("snapkv", "kvzip")
+
+
+RETRIEVAL = {"budget": 96, "skip_layers": 1, "sinks": 8, "window": 24}
+QUICK_RETRIEVERS = ("icecache", "exact-topk")
 
 
 def traffic(model: str, policy: dict[str, Any] | None, **arguments: Any) -> Any:
@@ -35,6 +40,7 @@ def traffic(model: str, policy: dict[str, Any] | None, **arguments: Any) -> Any:
     )
 
 
+@needs_kernel
 @pytest.mark.parametrize(
     ("cache", "scales"),
     [
@@ -49,6 +55,7 @@ def test_keeping_everything_is_stock(tiny_model, cache, scales):
     assert min(run["cached"][1:]) > 0
 
 
+@needs_kernel
 @pytest.mark.parametrize(
     "name",
     [
@@ -65,6 +72,7 @@ def test_every_policy_that_drops_tokens_runs(tiny_model, name):
     assert name == "full" or run["compactions"] >= len(LENGTHS)
 
 
+@needs_kernel
 @pytest.mark.parametrize(
     "name",
     [
@@ -102,3 +110,39 @@ def test_kept_positions_are_nearly_those_of_a_plain_cache(model_path, name):
             total += tokens
     print(f"agreement {1 - differ / total:.4f}")
     assert differ <= 0.05 * total
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[] if n in QUICK_RETRIEVERS else pytest.mark.slow)
+        for n in policies_that(retrieve)
+    ],
+)
+def test_every_retrieval_policy_runs(tiny_model, name):
+    """Tokens do not depend on other requests or on cached prefixes, and host memory
+    holds one byte per element."""
+    policy = configure(name, RETRIEVAL)
+    run = traffic(tiny_model, policy, scales=[0.03125, 0.0625], emulate=not HAS_KERNEL)
+    assert run["together"] == run["alone"] == run["hits"]
+    assert run["held"] == 0
+    assert run["compactions"] >= len(LENGTHS) - 1
+    # 700 tokens without sinks and window, in pages of 16, in one of two layers
+    pages = -(-(700 - 8 - 24) // 16)
+    assert run["host_bytes"] == pages * 16 * 2 * 2 * 32
+
+
+@pytest.mark.parametrize("cache", ["fp8_e4m3", "fp8_e5m2"])
+def test_prompts_attend_to_elements_in_host_memory(tiny_model, cache):
+    """In blocks, with most tokens on the host: the first token is that of `full`."""
+    shared = {"cache": cache, "scales": [0.05, 0.07], "emulate": not HAS_KERNEL}
+    policy = RETRIEVAL | {"name": "exact-topk", "prefill_block": 128}
+    found = traffic(tiny_model, policy, **shared)
+    whole = traffic(tiny_model, {"name": "full"}, **shared)
+    assert found["compactions"] >= 2 * len(LENGTHS)
+    for kind in ("together", "alone", "hits"):
+        first, right = (
+            {name: tokens[0] for name, tokens in run[kind].items()}
+            for run in (found, whole)
+        )
+        assert first == right

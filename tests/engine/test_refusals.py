@@ -194,10 +194,25 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
             "or remove --kv-transfer-config",
         ],
     ),
-    "fp8 and retrieval": (
-        {"name": "icecache"},
+    "fp8 and quantized host memory": (
+        {"name": "icecache", "host_dtype": "int8"},
+        {"model": "deep", "kv_cache_dtype": "fp8"},
+        ["[KVP019]", "'fp8", "host_dtype 'int8'"],
+    ),
+    "fp8 and spans": (
+        {"name": "sekv"},
         {"model": "deep", "kv_cache_dtype": "fp8"},
         ["[KVP019]", "'fp8", "host memory"],
+    ),
+    "fp8, retrieval and drafts": (
+        {"name": "quest"},
+        {"model": "deep", "kv_cache_dtype": "fp8", "speculative_config": NGRAM},
+        ["[KVP019]", "'fp8", "verifies drafts"],
+    ),
+    "fp8 and quantized sessions": (
+        SNAPKV | {"session_dtype": "int8"},
+        {"model": "deep", "kv_cache_dtype": "fp8_e5m2"},
+        ["[KVP312]", "session_dtype 'int8'", "'fp8_e5m2'", "remove session_dtype"],
     ),
     "pipeline parallel": (
         SNAPKV,

@@ -199,6 +199,94 @@ def test_a_retrievers_tokens_stay_on_the_host(tiny_model):
     assert report["tracked"] == 0
 
 
+# Bytes of a key or value of 32 elements, by the dtype of the cache and session_dtype.
+ROW_BYTES = {
+    "float32": {"auto": 128, "int8": 36, "int4": 20},
+    "bfloat16": {"auto": 64, "int8": 36, "int4": 20},
+}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        FLOW,
+        {"name": "full"},
+        {"name": "snapkv", "budget": 128, "window": 32},
+        {"name": "icecache", "budget": 64, "skip_layers": 1},
+    ],
+    ids=lambda policy: policy["name"],
+)
+def test_quantized_sessions_take_fewer_bytes_by_the_metric(
+    tiny_model, policy, tmp_path
+):
+    """The next turn restores as many tokens as from an exact session, and files shrink
+    as memory does."""
+    shared = policy | {"sessions": True, "session_keep_on_device": False}
+    has_files = policy["name"] != "icecache"
+    policies = [
+        shared
+        | {"session_dtype": dtype}
+        | ({"session_dir": str(tmp_path / dtype)} if has_files else {})
+        for dtype in ("auto", "int8", "int4")
+    ]
+    exact, int8, int4 = report = stored(tiny_model, policies)
+    for each in report:
+        # the host tier of a retriever moves and is no part of what is copied
+        assert (each["bytes"] == each["held"]) == has_files
+        assert each["restored"] == exact["restored"] > 500
+        assert each["tracked"] == 0
+    if policy["name"] != "icecache":
+        sizes = ROW_BYTES["float32"]
+        assert int8["bytes"] * sizes["auto"] == exact["bytes"] * sizes["int8"]
+        less = [exact["bytes"] - each["bytes"] for each in report]
+        fewer = [exact["file_bytes"] - each["file_bytes"] for each in report]
+        assert fewer == pytest.approx(less, abs=600)
+    if policy["name"] == "full":  # it stores no queries, which are never in 4 bits
+        assert int4["bytes"] * sizes["auto"] == exact["bytes"] * sizes["int4"]
+    assert int4["bytes"] < int8["bytes"] < exact["bytes"]
+
+
+def stored(model, policies, **settings):
+    arguments = {"prompt": 700, "question": 60, "settings": settings}
+    return run_scenario(
+        "scenarios_sessions:stored",
+        {"model": model, "policies": policies} | arguments,
+        timeout=580,
+    )
+
+
+def test_a_bfloat16_session_takes_half_and_a_third(tiny_model):
+    """36 and 20 bytes of 64: with heads of 64 or more channels it is 53 and 31 %."""
+    policies = [
+        {"name": "full", "session_dtype": dtype, "session_keep_on_device": False}
+        for dtype in ("int8", "int4")
+    ]
+    exact = {"name": "full", "sessions": True, "session_keep_on_device": False}
+    report = stored(tiny_model, [exact, *policies], dtype="bfloat16")
+    sizes = ROW_BYTES["bfloat16"]
+    for each, name in zip(report, sizes, strict=True):
+        assert each["bytes"] * sizes["auto"] == report[0]["bytes"] * sizes[name]
+        assert each["restored"] == report[0]["restored"]
+
+
+def test_quantized_files_serve_servers_of_their_dtype(tiny_model, tmp_path):
+    """A restart restores the same values from files; another dtype finds nothing."""
+    policy = FLOW | {"session_dtype": "int8", "session_keep_on_device": False}
+    whole = talks(tiny_model, policy, questions=QUESTIONS[:4], number=3)
+    files = policy | {"session_dir": str(tmp_path)}
+    before = talks(tiny_model, files, questions=QUESTIONS[:3], number=3)
+    more = {"questions": QUESTIONS[3:4], "number": 3}
+    more["histories"] = before["histories"]
+    after = talks(tiny_model, files, **more)
+    joined = [a + b for a, b in zip(before["answers"], after["answers"], strict=True)]
+    assert joined == whole["answers"]
+    assert after["counts"]["hits"] == 3
+    assert after["counts"]["failures"] == 0
+    other = talks(tiny_model, files | {"session_dtype": "int4"}, **more)
+    assert (other["counts"]["hits"], other["counts"]["misses"]) == (0, 3)
+    assert other["counts"]["failures"] == 0
+
+
 @pytest.mark.parametrize(
     "ahead",
     [

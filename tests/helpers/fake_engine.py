@@ -19,11 +19,11 @@ from fake_attention import attend
 from fake_text import POSITIONS, encode, make_rotary
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.heap import Fp8, Heap
 from vllm_kvplugins.engine.probing import ProbeModel
 from vllm_kvplugins.engine.requests import Row
 from vllm_kvplugins.engine.runtime import PolicyRuntime
-from vllm_kvplugins.ops import gather_keys, gather_values, scatter_tokens
+from vllm_kvplugins.ops import scatter_tokens
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
@@ -124,14 +124,20 @@ class FakeEngine:
         blocks: int,
         sessions: bool = False,
         rules: Sequence[LogitRules] = (),
+        fp8: Fp8 | None = None,
     ) -> None:
         self.block, self.blocks = block, blocks
         layout = PageLayout.transposed_keys(block, HEAD_DIM)
         rows = LAYERS * blocks * KV_HEADS
         pages = torch.full((rows, layout.page_elems), torch.nan)
-        self.heap = Heap(pages, layout, LAYERS, blocks, KV_HEADS)
-        per_token = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
-        geometry = Geometry(block, LAYERS, KV_HEADS, per_token, HEAD_DIM, 4)
+        self.unowned = torch.nan
+        if fp8 is not None:
+            self.unowned = 0x7F  # NaN in e4m3 and e5m2
+            pages = torch.full(pages.shape, 0x7F, dtype=torch.uint8)
+        self.heap = Heap(pages, layout, LAYERS, blocks, KV_HEADS, fp8)
+        size = pages.itemsize
+        per_token = 2 * LAYERS * KV_HEADS * HEAD_DIM * size
+        geometry = Geometry(block, LAYERS, KV_HEADS, per_token, HEAD_DIM, size)
         self.runtime = PolicyRuntime(parse_policy(policy), geometry, sessions)
         model = ProbeModel(self._run_probe, encode, POSITIONS, max_tokens=128)
         rotary = make_rotary(HEAD_DIM)
@@ -168,9 +174,32 @@ class FakeEngine:
         patched: tuple[int, ...] = (),
     ) -> Request:
         request = self.requests[name] = Request.make(name, prompt, answer)
+        self._round(request)
         request.turn_ends, request.patched = turn_ends, patched
         self.runtime.add_request(name, range(prompt), turn_ends, patched)
         return request
+
+    def _round(self, request: Request) -> None:
+        """Round keys and values to what an fp8 cache can hold."""
+        fp8 = self.heap.fp8
+        if fp8 is None:
+            return
+        for part, scales in self._scaled(request.keys, request.values):
+            for layer, scale in enumerate(scales):
+                elements = self._elements(part[layer], scale)
+                part[layer] = fp8.dequantized(elements, scale)
+
+    def _scaled(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> list[tuple[torch.Tensor, tuple[float, ...]]]:
+        assert self.heap.fp8 is not None
+        scales = self.heap.fp8.key_scales, self.heap.fp8.value_scales
+        return list(zip((keys, values), scales, strict=True))
+
+    def _elements(self, values: torch.Tensor, scale: float) -> torch.Tensor:
+        """Elements of an fp8 cache, uint8."""
+        assert self.heap.fp8 is not None
+        return (values / scale).to(self.heap.fp8.dtype).view(torch.uint8)
 
     def plan(self, name: str) -> ResidencyPlan:
         request = self.requests[name]
@@ -194,7 +223,7 @@ class FakeEngine:
         freed = [request.table[index] for index in indices]
         request.held -= indices
         self.free += freed
-        self.pages[:, freed] = torch.nan
+        self.pages[:, freed] = self.unowned
 
     @property
     def pages(self) -> torch.Tensor:
@@ -259,8 +288,13 @@ class FakeEngine:
         block = torch.tensor(request.table)[at // self.block]
         pages = self.heap.page_ids(block).reshape(-1)
         slots = (at % self.block).repeat(LAYERS * KV_HEADS)
-        keys = request.keys[:, :, start:stop].reshape(-1, HEAD_DIM)
-        values = request.values[:, :, start:stop].reshape(-1, HEAD_DIM)
+        parts = [part[:, :, start:stop] for part in (request.keys, request.values)]
+        if self.heap.fp8 is not None:
+            parts = [
+                torch.stack(list(map(self._elements, part, scales)))
+                for part, scales in self._scaled(*parts)
+            ]
+        keys, values = (part.reshape(-1, HEAD_DIM) for part in parts)
         scatter_tokens(self.heap.kv, pages, slots, keys, values)
 
     def _due(self, row: Row) -> Compaction | None:
@@ -379,18 +413,13 @@ class FakeEngine:
         """
         request, after = self.requests[row.request_id], row.after_tokens
         queries = request.queries[:, row.computed_tokens : after]
-        flat = pages.reshape(LAYERS * KV_HEADS, -1)
-        heap = self.heap
-        keys = gather_keys(heap.kv, flat).unflatten(0, (LAYERS, -1))
+        keys, values = self.gathered(pages)
         if self.fetches:
             self._recognise(request, keys, lengths)
-        values = gather_values(heap.kv, flat)
         # query j sees all tokens except the newer ones of the same step
         order = torch.arange(keys.shape[2])
         last = lengths[..., None] - row.new_tokens + torch.arange(row.new_tokens)
-        paged = attend(
-            queries, keys, values.unflatten(0, (LAYERS, -1)), order <= last[..., None]
-        )
+        paged = attend(queries, keys, values, order <= last[..., None])
         at = torch.arange(after)
         causal = at <= at[row.computed_tokens :, None]
         seen = request.visible[:, :, None, :after] & causal
@@ -401,6 +430,16 @@ class FakeEngine:
             f"{row.request_id} read memory that no request owns"
         )
         assert (paged - dense).abs().max() < 1e-9, f"{row.request_id} attends wrongly"
+
+    def gathered(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of pages, dequantized.
+
+        Args:
+            pages: int64 [LAYERS, KV_HEADS, pages].
+        """
+        keys = [self.heap.keys(layer, each) for layer, each in enumerate(pages)]
+        values = [self.heap.values(layer, each) for layer, each in enumerate(pages)]
+        return torch.stack(keys), torch.stack(values)
 
     def _recognise(
         self, request: Request, keys: torch.Tensor, lengths: torch.Tensor
@@ -420,7 +459,9 @@ class FakeEngine:
         )
         held = [r.table[i] for r in self.requests.values() for i in r.held]
         assert sorted(self.free + held) == list(range(1, self.blocks))
-        assert self.pages[:, self.free].isnan().all(), "a free block was written"
+        free = self.pages[:, self.free]
+        unowned = free.isnan() if self.heap.fp8 is None else free == self.unowned
+        assert unowned.all(), "a free block was written"
 
     def check_idle(self) -> None:
         """After the last request, nothing may be left."""

@@ -9,15 +9,23 @@ from fake_engine import FakeEngine, Request
 
 from vllm_kvplugins.engine.windows import first_saved
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
+from vllm_kvplugins.sessions.settings import SessionDtype
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot
 from vllm_kvplugins.sessions.transfer import Transfer
 
 
 class SessionEngine(FakeEngine):
-    """Saves the state of requests, and resumes from it."""
+    """Saves the state of requests, and resumes from it.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        session_dtype: how sessions are stored.
+    """
+
+    def __init__(
+        self, *args: Any, session_dtype: SessionDtype = "auto", **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.session_dtype = session_dtype
         # request -> position from which on the worker has seen its queries
         self.known_from: dict[str, int] = {}
         # contents of blocks at their release, by block id
@@ -25,7 +33,7 @@ class SessionEngine(FakeEngine):
 
     @property
     def transfer(self) -> Transfer:
-        return Transfer(self.runtime)
+        return Transfer(self.runtime, self.session_dtype)
 
     def _release(self, request: Request, indices: set[int]) -> None:
         for index in indices:

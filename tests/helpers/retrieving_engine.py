@@ -17,8 +17,9 @@ from fake_engine import (
 )
 from policy_settings import policies_that, retrieve
 
+from vllm_kvplugins.engine.heap import Fp8
 from vllm_kvplugins.engine.requests import Row
-from vllm_kvplugins.ops import gather_keys, gather_tokens, gather_values
+from vllm_kvplugins.ops import gather_tokens
 from vllm_kvplugins.policies import get_policy_class
 
 BLOCK, BLOCKS, SINKS, WINDOW, SKIP = 4, 120, 2, 5, 1
@@ -102,17 +103,10 @@ class RetrievingEngine(FakeEngine):
             return
         request, after = self.requests[row.request_id], row.after_tokens
         span = slice(row.computed_tokens, after)
-        flat = pages.reshape(LAYERS * KV_HEADS, -1)
-        keys = gather_keys(self.heap.kv, flat)
-        values = gather_values(self.heap.kv, flat)
-        order = torch.arange(keys.shape[1])
+        keys, values = self.gathered(pages)
+        order = torch.arange(keys.shape[2])
         last = lengths[..., None] - row.new_tokens + torch.arange(row.new_tokens)
-        paged = attend(
-            request.queries[:, span],
-            keys.unflatten(0, (LAYERS, -1)),
-            values.unflatten(0, (LAYERS, -1)),
-            order <= last[..., None],
-        )
+        paged = attend(request.queries[:, span], keys, values, order <= last[..., None])
         at = torch.arange(after)
         causal = at <= at[row.computed_tokens :, None]
         visible = self._wanted(request, row)[:, :, None] & causal
@@ -200,10 +194,10 @@ class RetrievingEngine(FakeEngine):
         request.visible[:] = True
 
 
-def engine(name: str, **settings: Any) -> RetrievingEngine:
+def engine(name: str, fp8: Fp8 | None = None, **settings: Any) -> RetrievingEngine:
     base = {"sinks": SINKS, "window": WINDOW, "skip_layers": SKIP}
     if "page_tokens" in get_policy_class(name).model_fields:
         base["page_tokens"] = 3
     return RetrievingEngine(
-        {"name": name, "budget": 9, **base, **settings}, BLOCK, BLOCKS
+        {"name": name, "budget": 9, **base, **settings}, BLOCK, BLOCKS, fp8=fp8
     )

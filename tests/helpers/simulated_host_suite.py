@@ -44,7 +44,7 @@ from vllm_kvplugins.ops import torch_ops
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
-from vllm_kvplugins.sessions import snapshot as saved_caches
+from vllm_kvplugins.sessions import stored_pages
 from vllm_kvplugins.sessions.transfer import Transfer
 
 AHEAD = [{"prefetch": "step"}, {"prefetch": "layer"}, {"reuse_every": 2}]
@@ -275,7 +275,7 @@ def test_sessions_leave_the_gpu_and_come_back(
     pages = life.heap.pages
     largest = largest_made_on_gpu(monkeypatch, pages)
     whole = (stop - first) * life.heap.rows * pages[:1].nbytes
-    monkeypatch.setattr(saved_caches, "PIECE_BYTES", whole // 4)
+    monkeypatch.setattr(stored_pages, "PIECE_BYTES", whole // 4)
     # without inference mode, which does not support these tensors
     save, restore = (f.__wrapped__ for f in (Transfer.save, Transfer.restore))
     own = table[first:stop].tolist()

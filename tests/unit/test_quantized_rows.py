@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from real_keys import capture
+from texts import english
 
 from vllm_kvplugins import ops
 from vllm_kvplugins.config import parse_policy
@@ -230,6 +234,35 @@ def test_hot_slots_hold_dequantized_tokens(random, backend, bits, dtype):
             part = keys[request, head, wanted[own]]
             for cached, exact in zip(actual, (part, -part), strict=True):
                 assert cached.equal(rows.dequantize(rows.quantize(exact), dtype))
+
+
+@needs_extension
+@pytest.mark.slow
+def test_icecache_covers_as_much_attention_with_int8(model_path):
+    """Real keys and queries: 64 tokens of 1500, in four layers."""
+    shares: dict[str, list[float]] = {"auto": [], "int8": []}
+    layers = capture(model_path, english(SEED, 200), 1500, 16)
+    for queries, keys in layers[2::9]:
+        heads, _, dim = keys.shape
+        scale = dim**-0.5
+        for host_dtype, found in shares.items():
+            policy = parse_policy({"name": "icecache", "host_dtype": host_dtype})
+            rows = policy.quantized_rows(dim)
+            on_host = Keys.dense(keys)
+            if rows is not None:
+                on_host = replace(Keys.dense(rows.quantize(keys)), quantized=rows)
+            index = policy.new_index(heads, dim)
+            index.append(on_host.gather()[0], 0)
+            for number in range(queries.shape[2]):
+                group = queries[:, :, number]
+                weights = (group @ keys.transpose(1, 2) * scale).softmax(-1).sum(1)
+                chosen = index.select(group, on_host, scale, 64)
+                held, best = weights.gather(1, chosen), weights.topk(64).values
+                found += (held.sum(1) / best.sum(1)).tolist()
+    exact, int8 = (sum(found) / len(found) for found in shares.values())
+    print(f"exact {exact:.4f}, int8 {int8:.4f}")
+    assert exact > 0.9
+    assert int8 == pytest.approx(exact, abs=0.005)
 
 
 # -- the setting ----------------------------------------------------------------------

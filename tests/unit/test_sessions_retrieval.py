@@ -26,7 +26,7 @@ from vllm_kvplugins.engine.retrieval.controller import RetrievalController
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.policies import get_policy_class
-from vllm_kvplugins.sessions import snapshot as saved_caches
+from vllm_kvplugins.sessions import stored_pages
 
 PROMPTS = (40, 75, 120)
 
@@ -82,7 +82,7 @@ def test_a_conversation_keeps_its_index(name, more, in_place):
 @pytest.mark.parametrize(
     ("owner", "what"),
     [
-        (saved_caches, "copy_pages"),
+        (stored_pages, "copy_pages"),
         (RetrievalController, "attach"),
         (RetrievalController, "after_compaction"),
     ],

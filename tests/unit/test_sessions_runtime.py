@@ -13,10 +13,10 @@ from policy_settings import drop, policies_that
 from test_flowkv import COMPRESSORS, SMALL, contents, flow
 
 from vllm_kvplugins.policies import get_policy_class
-from vllm_kvplugins.sessions import snapshot as saved_caches
 from vllm_kvplugins.sessions.commands import Session
 from vllm_kvplugins.sessions.files import Identity, SessionFolder
-from vllm_kvplugins.sessions.snapshot import CacheSnapshot, mismatch
+from vllm_kvplugins.sessions.snapshot import CacheSnapshot
+from vllm_kvplugins.sessions.stored_pages import ExactPages
 
 BLOCK = 4
 DROPPING = [name for name in policies_that(drop) if name != "flowkv"]
@@ -109,7 +109,7 @@ def copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*arguments: object) -> None:
         raise AssertionError("pages that are there are copied")
 
-    monkeypatch.setattr(saved_caches, "_copy_to_pool", refused)
+    monkeypatch.setattr(ExactPages, "copy_in", refused)
 
 
 @pytest.mark.parametrize("base", COMPRESSORS)
@@ -286,7 +286,7 @@ def test_a_snapshot_survives_its_file(tmp_path, name):
     assert saved.tail.isfinite().all()
     for layer, packed in saved.observed.items():
         assert torch.equal(read.observed[layer]["observed"], packed["observed"])
-    assert mismatch(engine.heap, read) is None
+    assert engine.transfer.mismatch(read) is None
 
 
 def test_a_snapshot_of_another_layout_does_not_fit():
@@ -294,9 +294,9 @@ def test_a_snapshot_of_another_layout_does_not_fit():
     run(engine, engine.add("r", 40, 2), 9)
     saved = engine.save("r")
     other = SessionEngine(small("snapkv"), 2 * BLOCK, 80, sessions=True)
-    assert "its pages are" in str(mismatch(other.heap, saved))
+    assert "its pages are" in str(other.transfer.mismatch(saved))
     saved.layout = "other"
-    assert "instruction set" in str(mismatch(engine.heap, saved))
+    assert "instruction set" in str(engine.transfer.mismatch(saved))
 
 
 def test_a_request_compacted_elsewhere_is_not_saved():

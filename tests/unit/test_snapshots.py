@@ -16,7 +16,7 @@ from vllm_kvplugins.engine.page_table import PageTables
 from vllm_kvplugins.engine.requests import Row
 from vllm_kvplugins.engine.windows import Window
 from vllm_kvplugins.policies import get_policy_class
-from vllm_kvplugins.sessions import snapshot as saved_caches
+from vllm_kvplugins.sessions import stored_pages
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot
 
 
@@ -32,14 +32,14 @@ def _as_in_an_engine() -> Iterator[None]:
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of every copy from now on."""
     sizes: list[int] = []
-    copy = saved_caches.copy_pages
+    copy = stored_pages.copy_pages
 
     def noted(target, target_ids, source, source_ids) -> None:
         ids = source_ids if target_ids is None else target_ids
         sizes.append(len(ids) * target[:1].nbytes)
         copy(target, target_ids, source, source_ids)
 
-    monkeypatch.setattr(saved_caches, "copy_pages", noted)
+    monkeypatch.setattr(stored_pages, "copy_pages", noted)
     return sizes
 
 
@@ -69,7 +69,7 @@ def test_pieces_are_the_whole(
     """Bit for bit, also for a session that is cut off."""
     whole, expected = go_on(name, max_tokens)
     page = whole.tail[:1].nbytes
-    monkeypatch.setattr(saved_caches, "PIECE_BYTES", pages * page + page // 2)
+    monkeypatch.setattr(stored_pages, "PIECE_BYTES", pages * page + page // 2)
     sizes = copied(monkeypatch)
     saved, saved_objects = go_on(name, max_tokens)
     for part in ("retained", "tail", "counts", "positions"):
@@ -82,7 +82,7 @@ def test_pieces_are_the_whole(
 
 def test_a_page_larger_than_a_piece_is_one(monkeypatch):
     whole, expected = go_on("snapkv", None)
-    monkeypatch.setattr(saved_caches, "PIECE_BYTES", 1)
+    monkeypatch.setattr(stored_pages, "PIECE_BYTES", 1)
     sizes = copied(monkeypatch)
     assert go_on("snapkv", None)[1] == expected
     assert set(sizes) == {whole.tail[:1].nbytes}
@@ -126,8 +126,8 @@ def lost(engine: SessionEngine, request: Request) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "after"),
     [
-        (saved_caches, "copy_pages", 0),
-        (saved_caches, "copy_pages", 1),
+        (stored_pages, "copy_pages", 0),
+        (stored_pages, "copy_pages", 1),
         (PageTables, "assign", 0),
         (PageTables, "assign", 1),  # queries of the compaction that is due
         (retained_regions, "compact", 0),
@@ -144,7 +144,7 @@ def test_a_request_whose_session_fails_to_load_is_recomputed(
     run(engine, request, 9)
     saved = engine.save("r")
     engine.remove("r")
-    if in_place and owner is saved_caches:
+    if in_place and owner is stored_pages:
         pytest.skip("nothing is copied")
     with monkeypatch.context() as patch:
         fails(patch, owner, name, after)

@@ -17,6 +17,11 @@ FP8_DTYPES = {
 }
 
 
+def unscaled(elements: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32 values of fp8 elements, given as uint8, without their layer's scale."""
+    return elements.view(dtype).float()
+
+
 @dataclass(frozen=True, slots=True)
 class Fp8:
     """How to read the elements of an fp8 cache. Moves copy them bit by bit.
@@ -34,8 +39,7 @@ class Fp8:
 
     def dequantized(self, elements: torch.Tensor, scale: float) -> torch.Tensor:
         """Values of fp8 elements, given as uint8."""
-        values = elements.view(self.dtype).float().mul_(scale)
-        return values.to(self.read_dtype)
+        return unscaled(elements, self.dtype).mul_(scale).to(self.read_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,17 @@ class Heap:
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values, in all layers and KV heads here."""
         return int(2 * self.rows * self.layout.head_dim * self.pages.itemsize)
+
+    def read_scales(self, layer: int) -> tuple[float, float]:
+        """What elements of keys and values are multiplied by: 1 unless they are fp8."""
+        if self.fp8 is None:
+            return 1.0, 1.0
+        return self.fp8.key_scales[layer], self.fp8.value_scales[layer]
+
+    def unscaled(self, elements: torch.Tensor) -> torch.Tensor:
+        """Keys or values as they are in the cache; fp8 elements become float32, without
+        the scale of their layer."""
+        return elements if self.fp8 is None else unscaled(elements, self.fp8.dtype)
 
     def page_ids(self, blocks: torch.Tensor) -> torch.Tensor:
         """int64 [rows, blocks]: the pages of these blocks."""

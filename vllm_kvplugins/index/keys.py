@@ -8,6 +8,8 @@ import torch
 
 from vllm_kvplugins.ops.quantized_rows import QuantizedRows
 
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 
 def _no_table() -> torch.Tensor:
     return torch.empty(0, dtype=torch.int64)
@@ -20,7 +22,7 @@ class Keys:
     Keys are float32 or bfloat16, on the CPU, with any strides: a transposed page
     (``[head_dim, block_size]``, vLLM's CPU backend) is the ``transpose`` of its
     view. Rows with contiguous elements are read fastest. Keys in host memory may also
-    be quantized.
+    be quantized, or rows of fp8 elements, which are read without a scale.
 
     Args:
         data: [requests, heads, n, head_dim], or with a table pages
@@ -86,11 +88,16 @@ class Keys:
     def gather(self) -> torch.Tensor:
         """A copy of all keys: [requests, heads, capacity, head_dim].
 
-        Quantized keys become float32.
+        Quantized and fp8 keys become float32.
         """
         rows = self.data
+        fp8 = rows.dtype if rows.dtype in _FP8 else None
+        if fp8 is not None:
+            rows = rows.view(torch.uint8)  # torch cannot index fp8
         if rows.dim() == 3:
             rows = rows[self.table].flatten(2, 3)
+        if fp8 is not None:
+            return rows.view(fp8).float()
         if self.quantized is not None:
             return self.quantized.dequantize(rows)
         return rows.clone() if rows is self.data else rows

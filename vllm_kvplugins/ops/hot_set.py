@@ -20,8 +20,8 @@ class HostPages:
     """The host pages of some requests in one layer; all tensors are on the CPU.
 
     Args:
-        pages: heap's dtype [host_pages, 2 (keys, values), page_tokens, head_dim], or
-            uint8 [..., row bytes] if the rows are quantized.
+        pages: heap's dtype (uint8 for fp8) [host_pages, 2 (keys, values), page_tokens,
+            head_dim], or uint8 [..., row bytes] if the rows are quantized.
         table: int64 [requests, heads, pages], pages of each request and head; token t
             is in slot ``t % page_tokens`` of entry ``t // page_tokens``.
         reads: pending GPU reads of the pages, if a GPU reads them itself. They must

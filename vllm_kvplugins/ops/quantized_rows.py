@@ -10,6 +10,8 @@ from vllm_kvplugins.ops.dispatch import call_compiled
 from vllm_kvplugins.ops.extension import compiled_for
 
 _CPU = torch.device("cpu")
+# Bits per element, by the names that settings use.
+BITS = {"int8": 8, "int4": 4}
 # Elements per group, by bits.
 _GROUP = {8: 64, 4: 32}
 # A step (bfloat16) and a smallest multiple (int16).
@@ -58,6 +60,10 @@ class QuantizedRows:
         """Bytes of a row: codes and scales."""
         groups = -(-self.head_dim // _GROUP[self.bits])
         return self._code_bytes(self.head_dim) + _SCALE_BYTES * groups
+
+    def quantized_bytes(self, num_bytes: int, element_bytes: int) -> int:
+        """Bytes of rows that take ``num_bytes`` when they are not quantized."""
+        return -(-num_bytes * self.row_bytes // (self.head_dim * element_bytes))
 
     def quantize(self, values: torch.Tensor) -> torch.Tensor:
         """Quantize rows.

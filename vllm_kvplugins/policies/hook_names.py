@@ -50,6 +50,7 @@ RESERVED_SETTINGS = frozenset(
         "session_max_age_s",
         "session_keep_on_device",
         "session_park",
+        "session_dtype",
         "session_dir",
         "session_disk",
     }

@@ -25,7 +25,7 @@ from pydantic import BeforeValidator, Field
 from vllm_kvplugins.budgets import Budget, PageAllocator, parse_bytes
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.index import BruteForceIndex, KeyIndex, Keys, select
-from vllm_kvplugins.ops import QuantizedRows
+from vllm_kvplugins.ops.quantized_rows import BITS, QuantizedRows
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.residency_plan import (
     BlockSpan,
@@ -176,7 +176,7 @@ class Retriever(KVCachePolicy):
         """The format of keys and values in host memory; None: as in the cache."""
         if self.host_dtype == "auto":
             return None
-        return QuantizedRows(head_dim, 8 if self.host_dtype == "int8" else 4)
+        return QuantizedRows(head_dim, BITS[self.host_dtype])
 
     @property
     def index_share(self) -> float:
@@ -204,7 +204,7 @@ class Retriever(KVCachePolicy):
         assert element_bytes is not None
         rows = self.quantized_rows(dim)
         assert rows is not None
-        return -(-cached_bytes * rows.row_bytes // (dim * element_bytes))
+        return rows.quantized_bytes(cached_bytes, element_bytes)
 
     def offloaded_bytes(self, tokens: int, geometry: Geometry) -> int:
         """Bytes that the offloaded tokens of a request have in the cache, at most."""

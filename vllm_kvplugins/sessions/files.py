@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -30,13 +30,19 @@ from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions import tensor_file
 from vllm_kvplugins.sessions.commands import Session, Tokens
+from vllm_kvplugins.sessions.settings import SessionDtype
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot
 from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
-FORMAT = "kvp-session-3"
+FORMAT = "kvp-session-4"
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"(?P<session>[^.]+)\.r\d+of(?P<ranks>\d+)\.safetensors")
 _OBSERVED = "observed"
+_QUERIES_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 _WRITE_S = 3600.0  # all ranks have written their parts of a session by then
 # What a file of valid digests and other meaning raises.
 _CONTENT_ERRORS = (KeyError, TypeError, ValueError, AttributeError)
@@ -154,6 +160,8 @@ class SessionFolder:
             "first_query": str(session.first_query),
             "compaction": json.dumps(_packed(session.compaction)),
             "layout": saved.layout,
+            "dtype": saved.dtype,
+            "queries_dtype": str(saved.queries_dtype).removeprefix("torch."),
         }
         about["header"] = tensor_file.digest(about, {"tokens": tensors["tokens"]})
         about["digest"] = tensor_file.digest(about, tensors)
@@ -252,6 +260,12 @@ def _tensors(session: Session, saved: CacheSnapshot) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
+def _session_dtype(name: str) -> SessionDtype:
+    if name not in get_args(SessionDtype):
+        raise ValueError(f"stored as {name!r}")
+    return cast(SessionDtype, name)
+
+
 def _saved(about: Mapping[str, str], tensors: dict[str, torch.Tensor]) -> CacheSnapshot:
     observed: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -267,6 +281,8 @@ def _saved(about: Mapping[str, str], tensors: dict[str, torch.Tensor]) -> CacheS
         retained=tensors["zone"],
         tail=tensors["tail"],
         layout=about["layout"],
+        dtype=_session_dtype(about["dtype"]),
+        queries_dtype=_QUERIES_DTYPES[about["queries_dtype"]],
         queries=tensors.get("queries"),
         observed=observed,
     )

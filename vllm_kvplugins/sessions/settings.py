@@ -13,6 +13,8 @@ from vllm_kvplugins.errors import coded
 
 logger = logging.getLogger("vllm.kv_policy")
 
+SessionDtype = Literal["auto", "int8", "int4"]
+
 # Old name -> name. The old names still work in this version.
 DEPRECATED_SETTINGS = {"session_park": "session_keep_on_device"}
 
@@ -74,6 +76,12 @@ class SessionSettings(BaseModel):
         default=True,
         description="Also leave a session's blocks on the device until other requests "
         "need them.",
+    )
+    session_dtype: SessionDtype = Field(
+        default="auto",
+        description="How keys and values of sessions lie in host memory and files: as "
+        "in the cache (auto), or quantized to 8 bits (int8: about half of bfloat16; "
+        "loses little) or 4 bits (int4: less than a third; loses much).",
     )
     session_dir: Path | None = Field(
         default=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +12,7 @@ from vllm_kvplugins.engine.requests import RequestState, Resident
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.engine.windows import Window
 from vllm_kvplugins.plan.residency_plan import Compaction
+from vllm_kvplugins.sessions.settings import SessionDtype
 from vllm_kvplugins.sessions.snapshot import (
     COPY_ERRORS,
     CacheSnapshot,
@@ -19,6 +21,12 @@ from vllm_kvplugins.sessions.snapshot import (
     mismatch,
     reuse_in_place,
 )
+from vllm_kvplugins.sessions.stored_pages import (
+    StoredPages,
+    pack_queries,
+    stored_pages,
+    unpack_queries,
+)
 
 
 class Transfer:
@@ -26,15 +34,21 @@ class Transfer:
 
     Args:
         runtime: runtime of the worker, which must be attached before the first call.
+        dtype: the setting ``session_dtype``.
     """
 
-    def __init__(self, runtime: PolicyRuntime) -> None:
+    def __init__(self, runtime: PolicyRuntime, dtype: SessionDtype = "auto") -> None:
         self._runtime = runtime
+        self._dtype = dtype
 
     @property
     def _heap(self) -> Heap:
         assert self._runtime.heap is not None, "not attached"
         return self._runtime.heap
+
+    @property
+    def _stored(self) -> StoredPages:
+        return stored_pages(self._heap, self._dtype)
 
     def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
         device = self._heap.pages.device
@@ -78,6 +92,7 @@ class Transfer:
         runtime.refresh_positions(request_id)
         saved = copy_out(
             self._heap,
+            self._stored,
             runtime.tables,
             state.resident,
             compaction,
@@ -88,7 +103,9 @@ class Transfer:
             window = state.window
             if window is None or not window.has(first_query, tokens):
                 raise ValueError(f"queries {first_query} to {tokens} were not kept")
-            saved.queries = window.take(first_query, tokens)
+            queries = window.take(first_query, tokens)
+            saved.queries_dtype = queries.dtype
+            saved.queries = pack_queries(queries, self._dtype)
         observation = runtime.policy.observation
         if observation is not None:
             for layer, observed in state.observed.items():
@@ -103,7 +120,7 @@ class Transfer:
 
     def mismatch(self, saved: CacheSnapshot) -> str | None:
         """Why a snapshot does not fit this worker; None: it fits."""
-        return mismatch(self._heap, saved)
+        return mismatch(self._heap, self._stored, saved)
 
     @torch.inference_mode()
     def restore(
@@ -133,11 +150,13 @@ class Transfer:
         assert runtime.tables is not None, "not attached"
         runtime.forget([request_id])
         try:
-            ids, on_device = self._ids(blocks), saved.on(self._heap.pages.device)
+            ids, on_device = self._ids(blocks), self._on_device(saved)
             if in_place:
                 resident = reuse_in_place(runtime.tables, on_device, blocks)
             else:
-                resident = copy_in(self._heap, runtime.tables, on_device, tokens, ids)
+                resident = copy_in(
+                    self._heap, self._stored, runtime.tables, on_device, tokens, ids
+                )
             state = self._restored_state(request_id, saved, on_device, tokens, resident)
             runtime.resume(request_id, prompt_tokens, state, tokens, ids)
         except COPY_ERRORS:
@@ -147,6 +166,19 @@ class Transfer:
             runtime.mark_lost(request_id)
             self.discard(saved)
             raise
+
+    def _on_device(self, saved: CacheSnapshot) -> CacheSnapshot:
+        """A copy with queries as the model computed them.
+
+        All tensors except for pages are on the pool's device.
+        """
+        queries = saved.queries
+        if queries is not None:
+            head_dim = self._heap.layout.head_dim
+            queries = unpack_queries(
+                queries, saved.dtype, head_dim, saved.queries_dtype
+            )
+        return replace(saved, queries=queries).on(self._heap.pages.device)
 
     def _restored_state(
         self,
@@ -159,7 +191,7 @@ class Transfer:
         """The runtime's state of a request whose pages are restored.
 
         Args:
-            on_device: ``saved`` with its small tensors on the pool's device.
+            on_device: see ``_on_device``.
         """
         runtime = self._runtime
         if saved.extension_states:

@@ -1,4 +1,5 @@
-// Rows of keys or values in host memory, quantized to 8 or 4 bits per element.
+// Rows of keys or values in host memory, quantized to 8 or 4 bits per element, or as an
+// fp8 cache has them.
 //
 // A row is divided into groups of consecutive channels (64 of 8 bits, 32 of 4 bits; the
 // last group may be smaller). Each group has a step and a smallest multiple:
@@ -16,6 +17,9 @@
 // element is at most half a step: (largest - smallest) / (2 * (2^bits - 1)), or 1/65534
 // of the largest magnitude if that is more, and 1/128 of it for the rounding of the step.
 // A group with an element that is not finite, or beyond 1e37, becomes NaN.
+//
+// A row of fp8 elements (e4m3 or e5m2) has one byte per element and no scale: an fp8 cache
+// has one scale per layer, which its readers apply.
 //
 // ops/quantized_rows.py has the same in torch, bit for bit.
 #pragma once
@@ -35,10 +39,13 @@ constexpr std::int64_t kMaxGroup = 64;
 constexpr float kMaxQuantized = 1e37f;
 constexpr float kMaxMultiple = 32767.0f;
 
+enum class Fp8 { kNone, kE4m3, kE5m2 };
+
 // The format of a row.
 struct QuantizedFormat {
   std::int64_t head_dim = 0;
   int bits = 8;  // or 4
+  Fp8 fp8 = Fp8::kNone;
 
   constexpr std::int64_t group() const { return bits == 8 ? 64 : 32; }
   constexpr std::int64_t groups() const { return (head_dim + group() - 1) / group(); }
@@ -47,7 +54,9 @@ struct QuantizedFormat {
   }
   // Codes before the first step. Full groups have no unused bits.
   constexpr std::int64_t all_code_bytes() const { return code_bytes(head_dim); }
-  constexpr std::int64_t row_bytes() const { return all_code_bytes() + 4 * groups(); }
+  constexpr std::int64_t row_bytes() const {
+    return fp8 != Fp8::kNone ? head_dim : all_code_bytes() + 4 * groups();
+  }
 };
 
 struct GroupScale {
@@ -217,12 +226,58 @@ KVP_INLINE void dequantize_row_body(const QuantizedFormat& format,
   if (half < left) std::copy_n(values + 16, left - half, out + half);
 }
 
+// out = the values of W fp8 elements: exact, whether or not subnormals are flushed.
+//
+//            sign | exponent (bias) | mantissa    largest exponent
+//   e4m3     1    | 4 (7)           | 3           NaN if the mantissa is full
+//   e5m2     1    | 5 (15)          | 2           infinity or NaN
+template <int W>
+KVP_INLINE void widen_fp8(Fp8 type, const std::uint8_t* from, float* out) {
+  using I = typename Vec<W>::I;
+  using F = typename Vec<W>::F;
+  I code;
+  load_bytes<W>(from, code);
+  const bool e4m3 = type == Fp8::kE4m3;
+  const int mantissa = e4m3 ? 3 : 2, bias = e4m3 ? 7 : 15;
+  const I magnitude = code & 0x7f;
+  const I normal = (magnitude << (23 - mantissa)) + ((127 - bias) << 23);
+  const F small = __builtin_convertvector(magnitude, F) * (e4m3 ? 0x1p-9f : 0x1p-16f);
+  I small_bits, special;
+  std::memcpy(&small_bits, &small, sizeof small_bits);
+  I bits = magnitude < (1 << mantissa) ? small_bits : normal;
+  if (e4m3) {
+    special = (magnitude & 0) + 0x7fc00000;
+    bits = magnitude == 0x7f ? special : bits;
+  } else {
+    special = (magnitude << (23 - mantissa)) | 0x7f800000;
+    bits = magnitude >= 0x7c ? special : bits;
+  }
+  bits |= (code & 0x80) << 24;
+  std::memcpy(out, &bits, sizeof bits);
+}
+
+// out [head_dim] = the values of a row of fp8 elements.
+template <int W>
+KVP_INLINE void widen_fp8_row_body(const QuantizedFormat& format,
+                                   const std::uint8_t* row, float* out) {
+  std::int64_t d = 0;
+  for (; d + W <= format.head_dim; d += W) widen_fp8<W>(format.fp8, row + d, out + d);
+  if (d == format.head_dim) return;
+  std::uint8_t codes[W] = {};
+  float values[W];
+  const std::int64_t left = format.head_dim - d;
+  std::memcpy(codes, row + d, static_cast<std::size_t>(left));
+  widen_fp8<W>(format.fp8, codes, values);
+  std::copy_n(values, left, out + d);
+}
+
 struct QuantizedKernels {
   Simd simd;
   static constexpr auto tables();
 
   void (*quantize)(const QuantizedFormat&, const float*, std::uint8_t*);
   void (*dequantize)(const QuantizedFormat&, const std::uint8_t*, float*);
+  void (*widen_fp8)(const QuantizedFormat&, const std::uint8_t*, float*);
 };
 
 #define KVP_KERNELS(NAME, SIMD, TARGET)                                               \
@@ -235,7 +290,12 @@ struct QuantizedKernels {
                                     const std::uint8_t* row, float* out) {            \
     dequantize_row_body<static_cast<int>(lanes_of(SIMD))>(format, row, out);          \
   }                                                                                   \
-  inline constexpr QuantizedKernels quantized{SIMD, quantize_row, dequantize_row};    \
+  TARGET inline void widen_fp8_row(const QuantizedFormat& format,                     \
+                                   const std::uint8_t* row, float* out) {             \
+    widen_fp8_row_body<static_cast<int>(lanes_of(SIMD))>(format, row, out);           \
+  }                                                                                   \
+  inline constexpr QuantizedKernels quantized{SIMD, quantize_row, dequantize_row,     \
+                                              widen_fp8_row};                         \
   }
 
 namespace quantized_rows {
@@ -265,8 +325,13 @@ struct QuantizedRows {
 
   std::int64_t row_bytes() const { return format.row_bytes(); }
   void read(const std::uint8_t* row, float* out) const {
-    kernels->dequantize(format, row, out);
+    if (format.fp8 != Fp8::kNone) {
+      kernels->widen_fp8(format, row, out);
+    } else {
+      kernels->dequantize(format, row, out);
+    }
   }
+  // Not for fp8, whose rows are copies of the cache's.
   void write(const float* values, std::uint8_t* row) const {
     kernels->quantize(format, values, row);
   }
@@ -277,7 +342,7 @@ struct QuantizedRows {
 inline bool format_of(std::int64_t head_dim, std::int64_t row_bytes,
                       QuantizedFormat* format) {
   for (const int bits : {8, 4}) {
-    *format = {head_dim, bits};
+    *format = {head_dim, bits, Fp8::kNone};
     if (format->row_bytes() == row_bytes) return true;
   }
   return false;

@@ -288,6 +288,7 @@ class RetrievalController(StepExtension):
         for each in self._prompt_rows:
             own = each.queries
             resident = resident_tokens(
+                self._heap,
                 kv,
                 pages.unflatten(0, (-1, self._heap.num_kv_heads))[each.index],
                 int(lengths[each.index * self._heap.num_kv_heads]),
@@ -299,9 +300,9 @@ class RetrievalController(StepExtension):
                 queries[own],
                 resident,
                 self.tier,
-                self._scales[layer],
+                self._scale_of_stored_keys(layer),
                 rules.sinks,
-            )
+            ).mul_(self._heap.read_scales(layer)[1])
         for tokens, batch in self._draft_rounds:
             self._retrieve(batch, layer, queries)
             attended, lse = attend_mixed(
@@ -409,8 +410,12 @@ class RetrievalController(StepExtension):
         table = self._hot_slots[layer].tables_of(batch.slot_numbers)
         keys = self.tier.keys(table)
         layers = [state.layers[layer] for state in batch.states]
-        scale = self._scales[layer]
+        scale = self._scale_of_stored_keys(layer)
         batch.selected = self._indexer.select(layers, queries, keys, scale, count)
+
+    def _scale_of_stored_keys(self, layer: int) -> float:
+        """The softmax scale for keys of the host tier, which have no scale of fp8."""
+        return self._scales[layer] * self._heap.read_scales(layer)[0]
 
     def _fill_hot_slots(self, batch: Batch, layer: int) -> torch.Tensor:
         """Returns int64 [requests]: tokens that had to be copied."""
@@ -436,7 +441,8 @@ class RetrievalController(StepExtension):
         heads = self._heap.num_kv_heads
         on_host = batch.copy_queries(queries, heads).wait()
         group = queries.shape[1] // heads
-        scale, hot_slots = self._scales[layer], self._hot_slots[layer]
+        scale = self._scale_of_stored_keys(layer)
+        hot_slots = self._hot_slots[layer]
         for row, name in enumerate(self._request_ids(batch)):
             state = batch.states[row]
             keys = self.tier.read_keys(state.pages[layer], range(state.tokens))

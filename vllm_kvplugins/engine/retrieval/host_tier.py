@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_kvplugins.engine.heap import Heap, unscaled
 from vllm_kvplugins.engine.retrieval.pinned import PinnedArena
 from vllm_kvplugins.index import Keys
 from vllm_kvplugins.ops.device import Reads
@@ -14,7 +15,6 @@ from vllm_kvplugins.ops.hot_set import HostPages
 from vllm_kvplugins.ops.quantized_rows import QuantizedRows
 
 if TYPE_CHECKING:
-    from vllm_kvplugins.engine.heap import Heap
     from vllm_kvplugins.policies.retrieval import Retriever
 
 
@@ -28,6 +28,9 @@ class HostTier:
     Rows may be quantized: ``write`` quantizes, and ``fill_hot``, ``read_keys`` and the
     indices dequantize. Nothing else reads the rows.
 
+    The rows of an fp8 cache are copies of its elements, without a scale: the caller
+    multiplies by the scale of the layer what it computes with them.
+
     A GPU that reads pages itself does so asynchronously. Pages released meanwhile stay
     quarantined until those reads are done, so that no one overwrites them.
 
@@ -35,8 +38,9 @@ class HostTier:
         limit_bytes: limit of the memory of all pages together.
         page_tokens: tokens per page.
         head_dim: elements per key and per value.
-        dtype: the cache's.
+        dtype: the cache's; uint8 for fp8 elements.
         quantized: the format of quantized rows; None: rows have the cache's dtype.
+        fp8: the dtype of fp8 elements; None: they are plain.
         reader: a GPU that reads pages itself; pages are then pinned before ``take``
             returns them. It cannot read quantized rows.
 
@@ -52,9 +56,12 @@ class HostTier:
         dtype: torch.dtype,
         reader: torch.device | None = None,
         quantized: QuantizedRows | None = None,
+        fp8: torch.dtype | None = None,
     ) -> None:
-        assert reader is None or quantized is None, "refused at start-up"
-        self.quantized = quantized
+        coded_rows = quantized is not None or fp8 is not None
+        assert reader is None or not coded_rows, "refused at start-up"
+        assert quantized is None or fp8 is None, "refused at start-up"
+        self.quantized, self.fp8 = quantized, fp8
         width = head_dim
         if quantized is not None:
             width, dtype = quantized.row_bytes, torch.uint8
@@ -85,11 +92,19 @@ class HostTier:
         Args:
             table: int64 [requests, num_kv_heads, pages].
         """
-        return Keys.paged(self.pages[:, 0], table, quantized=self.quantized)
+        pages = self.pages[:, 0]
+        if self.fp8 is not None:
+            pages = pages.view(self.fp8)
+        return Keys.paged(pages, table, quantized=self.quantized)
 
     def host_pages(self, table: torch.Tensor) -> HostPages:
         """The pages of some requests, to fetch from; see ``keys``."""
         return HostPages(self.pages, table, self.reads, self.quantized)
+
+    @property
+    def converts(self) -> bool:
+        """Whether rows are read as other elements than the cache's."""
+        return self.quantized is not None or self.fp8 is not None
 
     @property
     def num_free(self) -> int:
@@ -192,7 +207,7 @@ class HostTier:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of stored keys and values: two [num_kv_heads, n, head_dim].
 
-        Quantized rows become float32. See ``write`` for ``table``.
+        Quantized and fp8 rows become float32. See ``write`` for ``table``.
         """
         return self.read_keys(table, tokens), self._read(table, tokens, 1)
 
@@ -206,6 +221,8 @@ class HostTier:
         listed = table[:, first : -(-tokens.stop // size)]
         rows = self.pages[:, plane][listed].flatten(1, 2)
         rows = rows[:, tokens.start - first * size : tokens.stop - first * size]
+        if self.fp8 is not None:
+            return unscaled(rows, self.fp8)
         if self.quantized is None:
             return rows
         return self.quantized.dequantize(rows.contiguous())
@@ -237,6 +254,7 @@ def tier_for(policy: Retriever, heap: Heap, share: float) -> HostTier:
         heap.pages.dtype,
         heap.pages.device if policy.host_fetch == "direct" else None,
         policy.quantized_rows(head_dim),
+        heap.fp8.dtype if heap.fp8 is not None else None,
     )
 
 

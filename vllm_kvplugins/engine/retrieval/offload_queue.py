@@ -89,11 +89,11 @@ class OffloadQueue:
                 continue
             read = None
             tokens = range(each.first, each.first + keys.shape[1])
-            if self._tier.quantized is not None or each.keys.event is not None:
+            if self._tier.converts or each.keys.event is not None:
                 # The index has the keys of the host tier, also if they are quantized.
                 # They are read later, to free pinned memory.
                 read = partial(self._tier.read_keys, pages, tokens)
-            self._indexer.insert(layer, keys, each.first, read)
+            self._indexer.insert(layer, self._heap.unscaled(keys), each.first, read)
         self._pending = [each for each in self._pending if each.layer == except_layer]
 
     def _make_room(self, state: Offloaded, layer: int, tokens: int) -> None:

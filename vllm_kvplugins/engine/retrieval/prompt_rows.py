@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.requests import Row
 from vllm_kvplugins.engine.retrieval.host_tier import HostTier
 from vllm_kvplugins.engine.retrieval.hot_slots import HotSlots
@@ -65,12 +66,13 @@ class PromptRow:
             queries: [new tokens, num_q_heads, head_dim], of the row.
             resident: keys and values that are not in host memory, see
                 :func:`resident_tokens`.
+            scale: softmax scale, times that of fp8 keys.
             sinks: the layer's learned sinks, if any.
 
         Returns:
-            Same shape as ``queries``.
+            Same shape as ``queries``, to be multiplied by the scale of fp8 values.
         """
-        keys, values = resident
+        keys, values = (rows.to(queries.dtype) for rows in resident)
         new, heads = self.row.new_tokens, len(keys)
         attention = TiledAttention(queries, heads, scale, sinks)
         table, tokens = self.state.pages[layer], self.state.tokens
@@ -101,6 +103,7 @@ def prompt_rows(
 
 
 def resident_tokens(
+    heap: Heap,
     kv: PagedKV,
     pages: torch.Tensor,
     length: int,
@@ -110,12 +113,13 @@ def resident_tokens(
     """Keys and values of a request's resident tokens, without those in hot slots.
 
     Args:
+        kv: pages of one layer, or of all.
         pages: int32 [num_kv_heads, max pages], ids of the request's pages in ``kv``.
         length: number of tokens in these pages, per KV head.
 
     Returns:
         Two [num_kv_heads, n, head_dim], in the order of the pages: the newest tokens
-        come last.
+        come last. Fp8 elements are float32, without their scale.
     """
     heads, size = len(pages), kv.layout.block_size
     hot = int(hot_slots.counts[slot_index])
@@ -124,4 +128,5 @@ def resident_tokens(
     place = stays.nonzero()[:, 1].view(heads, -1).to(pages.device)
     page = pages.long().gather(1, place // size)
     keys, values = ops.gather_tokens(kv, page.flatten(), (place % size).flatten())
+    keys, values = heap.unscaled(keys), heap.unscaled(values)
     return keys.view(*place.shape, -1), values.view(*place.shape, -1)

@@ -8,7 +8,7 @@ the first request.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvplugins.episodes.encoder import missing
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_kvplugins.policies.base import KVCachePolicy
+    from vllm_kvplugins.policies.retrieval import Retriever
     from vllm_kvplugins.scoring.rotary import Rotary
 
 _PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -342,11 +343,13 @@ def fp8_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
             "vLLM's CPU kernel needs heads of a multiple of 32 elements, not "
             f"{head_size}"
         )
-    if policy.retrieval is not None or policy.spans is not None:
+    if policy.spans is not None:
         reasons.append(
             f"{policy.name} keeps keys in host memory, in the dtype of the cache, and "
             "its kernels read plain elements"
         )
+    if policy.retrieval is not None:
+        reasons += _fp8_retrieval_problems(vllm_config, policy.retrieval)
     if cache.kv_cache_dtype_skip_layers:
         reasons.append(
             "--kv-cache-dtype-skip-layers gives layers pages of different sizes"
@@ -359,6 +362,22 @@ def fp8_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
         )
         for reason in reasons
     ]
+
+
+def _fp8_retrieval_problems(
+    vllm_config: VllmConfig, retriever: Retriever
+) -> Iterator[str]:
+    """What a retrieval policy cannot do with an fp8 cache."""
+    if retriever.host_dtype != "auto":
+        yield (
+            f"host_dtype {retriever.host_dtype!r} would quantize elements that are "
+            "quantized already (host_dtype 'auto' keeps them as they are)"
+        )
+    if vllm_config.speculative_config is not None:
+        yield (
+            f"the kernel with which {retriever.name} verifies drafts reads plain "
+            "elements (without --speculative-config it is not needed)"
+        )
 
 
 def _cpu_has(check: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_kvplugins import __version__
 from vllm_kvplugins.config import describe, parse_policy, parse_sessions
+from vllm_kvplugins.engine.heap import FP8_DTYPES
 from vllm_kvplugins.engine.retrieval.host_tier import default_limit_bytes
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.policies.base import KVCachePolicy
@@ -42,6 +43,25 @@ def hybrid_problems(settings: dict[str, Any], policy: KVCachePolicy) -> list[str
             "a session stores full-attention layers only, and this model also has "
             "layers with a window, chunks or a recurrent state, which would be "
             'missing; set "sessions": false',
+        )
+    ]
+
+
+def fp8_problems(settings: dict[str, Any], cache_dtype: str) -> list[str]:
+    """Why the format of sessions does not fit an fp8 cache.
+
+    Args:
+        cache_dtype: vLLM's name.
+    """
+    dtype = parse_sessions(settings).session_dtype
+    if dtype == "auto" or cache_dtype not in FP8_DTYPES:
+        return []
+    return [
+        coded(
+            "KVP312",
+            f"session_dtype {dtype!r} with KV cache dtype {cache_dtype!r} would "
+            "quantize elements that are quantized already; remove session_dtype: "
+            "sessions then store the fp8 elements",
         )
     ]
 
@@ -96,6 +116,7 @@ def _identity(vllm_config: Any, settings: Any) -> Identity:
         policy=describe(parse_policy(settings)),
         dtype=model.dtype,
         cache_dtype=cache.cache_dtype,
+        session_dtype=parse_sessions(settings).session_dtype,
         block_size=cache.block_size,
         max_model_len=model.max_model_len,
         plugin=__version__,

@@ -25,6 +25,8 @@ from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.sessions.commands import Session, Tokens
 from vllm_kvplugins.sessions.directory import Match, SessionDirectory
 from vllm_kvplugins.sessions.files import Scan, SessionFolder
+from vllm_kvplugins.sessions.settings import SessionDtype
+from vllm_kvplugins.sessions.stored_pages import query_rows, stored_bytes
 from vllm_kvplugins.vllm_adapter.config.engine_config import request_of
 from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
 from vllm_kvplugins.vllm_adapter.config.request_params import (
@@ -117,7 +119,8 @@ class SchedulerSessions:
         )
         self._reported_counts = asdict(self.directory.counts)
         self._prompts: WeakKeyDictionary[Any, Tokens] = WeakKeyDictionary()
-        self._query_bytes = _query_bytes_per_token(vllm_config)
+        self._dtype = settings.session_dtype
+        self._query_bytes = _query_bytes_per_token(vllm_config, self._dtype)
         for found in scan.sessions:
             self.directory.add_file(found.session, found.age_s, found.file_bytes)
         if files is not None:
@@ -257,9 +260,8 @@ class SchedulerSessions:
             first_computed_query,
             compaction.at_tokens if compaction else 0,
         )
-        page_bytes = (
-            len(blocks) * self._manager.block_size * self._geometry.kv_bytes_per_token
-        )
+        slots = len(blocks) * self._manager.block_size
+        page_bytes = stored_bytes(slots, self._geometry, self._dtype)
         query_bytes = (tokens - first_query) * self._query_bytes
         storage = self._policy.host_storage
         host_bytes = storage.host_bytes(tokens, self._geometry) if storage else 0
@@ -317,12 +319,15 @@ def _described(files: SessionFolder | None, disk_bytes: int | None) -> str:
     return f"{limit} in {files.folder}"
 
 
-def _query_bytes_per_token(vllm_config: Any) -> int:
-    """Bytes of the queries of one token, over all layers, heads and ranks."""
+def _query_bytes_per_token(vllm_config: Any, dtype: SessionDtype) -> int:
+    """Bytes of the stored queries of one token, over all layers, heads and ranks."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     heads = model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size
     layers: int = model.get_num_layers(parallel)
-    return int(layers * heads * model.get_head_size() * model.dtype.itemsize)
+    head_dim: int = model.get_head_size()
+    rows = query_rows(dtype, head_dim)
+    row_bytes = rows.row_bytes if rows else head_dim * model.dtype.itemsize
+    return int(layers * heads * row_bytes)
 
 
 def _can_use_sessions(request: Any) -> bool:

@@ -112,6 +112,7 @@ def finish_config(
             *kernel_choice.problems(vllm_config, request),
             *validation.dtype_problems(policy, vllm_config.model_config),
             *validation.fp8_problems(vllm_config, policy),
+            *session_config.fp8_problems(request, vllm_config.cache_config.cache_dtype),
             *validation.softcap_problems(policy, vllm_config.model_config),
             *_shape_problems(vllm_config, policy),
             *speculation.problems(

@@ -85,12 +85,13 @@ class WorkerContext:
         assert isinstance(request, dict), "finish_config has not run"
         kernel_choice.register(request)
         compat.forget_previous_engine()
-        sessions = bool(parse_sessions(request).sessions)
+        settings = parse_sessions(request)
+        sessions = bool(settings.sessions)
         runtime = PolicyRuntime(policy, geometry_of(vllm_config), sessions)
         if not sessions:
             return cls(runtime)
         store = SessionStore(
-            Transfer(runtime),
+            Transfer(runtime, settings.session_dtype),
             session_config.session_folder(vllm_config),
             vllm_config.parallel_config.rank,
             policy.retrieval is not None,

@@ -1,0 +1,145 @@
+"""Retrieval over an fp8 cache: the host tier has copies of its elements.
+
+The fake engine compares attention with that over dequantized keys and values.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_engine import HEAD_DIM, KV_HEADS, LAYERS
+from retrieving_engine import RETRIEVERS, SINKS, engine
+
+from vllm_kvplugins import ops
+from vllm_kvplugins.engine.heap import Fp8
+from vllm_kvplugins.index import BruteForceIndex, Keys
+from vllm_kvplugins.index.compiled import CompiledIndex
+from vllm_kvplugins.ops.hot_set import HostPages, HotSet, fill_hot
+from vllm_kvplugins.ops.layout import PagedKV, PageLayout
+
+SEED = 5
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def fp8(name: str) -> Fp8:
+    """Other scales in every layer, which are no powers of two."""
+    keys = tuple(0.3 + layer / 10 for layer in range(LAYERS))
+    values = tuple(0.7 - layer / 10 for layer in range(LAYERS))
+    return Fp8(DTYPES[name], torch.float32, keys, values)
+
+
+@pytest.mark.parametrize("name", RETRIEVERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_is_over_what_was_asked_for(name, dtype):
+    fake = engine(name, fp8=fp8(dtype))
+    request = fake.add("r", 43, 60)
+    while not request.done:
+        fake.step({"r": 11})
+    retrieval = fake.retrieval
+    assert retrieval.traffic.selected > retrieval.traffic.fetched > 0
+    assert retrieval.traffic.failed == 0
+    state = retrieval._requests["r"]
+    assert retrieval.tier.pages.dtype == torch.uint8
+    assert retrieval.tier.page_bytes == 2 * retrieval.tier.page_tokens * HEAD_DIM
+    for layer, pages in state.pages.items():
+        host = slice(SINKS, SINKS + state.tokens)
+        read = retrieval.tier.read(pages, range(state.tokens))
+        for part, exact, scale in zip(
+            read,
+            (request.keys, request.values),
+            fake.heap.read_scales(layer),
+            strict=True,
+        ):
+            assert (part * scale).equal(exact[layer][:, host])
+        index = retrieval._indexer._ready(state.layers[layer])
+        if isinstance(index, CompiledIndex):
+            index.check_integrity(retrieval.tier.keys(pages[None]))
+    fake.remove("r")
+    fake.check_idle()
+
+
+@pytest.mark.parametrize("name", ["exact-topk", "icecache"])
+@pytest.mark.parametrize("prefill_block", [None, 16])
+def test_prompt_tokens_attend_to_all_earlier_tokens(name, prefill_block):
+    """Also to those in host memory, with the scales of keys and values."""
+    fake = engine(name, fp8=fp8("e4m3"), prefill_block=prefill_block)
+    request = fake.add("r", 97, 8)
+    while not request.done:
+        fake.step({"r": 10})
+    assert (fake.prompt_tokens_checked > 40) == (prefill_block is not None)
+
+
+def test_the_host_holds_half_of_bfloat16():
+    need = {}
+    for bytes_, each in ((4, None), (1, fp8("e4m3"))):
+        fake = engine("exact-topk", fp8=each)
+        geometry = fake.runtime.geometry
+        assert geometry.element_bytes == bytes_
+        need[bytes_] = fake.runtime.policy.host_bytes(96, geometry)
+    assert need[4] == 4 * need[1] > 0
+
+
+# -- operations -----------------------------------------------------------------------
+
+
+def every_element(dtype: torch.dtype) -> torch.Tensor:
+    """The finite elements of a type, each once."""
+    elements = torch.arange(256, dtype=torch.uint8).view(dtype)
+    return elements[elements.float().isfinite()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("head_dim", [32, 40, 64])
+def test_an_index_reads_every_element(backend, dtype, head_dim):
+    """A query along one channel finds the largest of all elements there."""
+    torch.manual_seed(SEED)
+    elements = every_element(dtype)
+    n = len(elements)
+    order = torch.stack([torch.randperm(n) for _ in range(head_dim)], 1)
+    keys = elements.view(torch.uint8)[order].view(1, n, head_dim).view(dtype)
+    values = keys.float()
+    assert Keys.dense(keys).gather()[0].equal(values)
+    index = BruteForceIndex(1, head_dim)
+    index.append(values, 0)
+    for channel in range(0, head_dim, 7):
+        query = torch.zeros(1, 1, head_dim)
+        query[..., channel] = 1.0
+        scale = 1.0 / values.max()
+        found = index.select(query, Keys.dense(keys), float(scale), 5)[0]
+        expected = values[0, :, channel].topk(5).values
+        assert values[0, found, channel].equal(expected)
+
+
+def test_hot_slots_get_the_elements_of_the_host(backend):
+    torch.manual_seed(SEED)
+    dim, block = 32, 4
+    layout = PageLayout.transposed_keys(block, dim)
+    kv = PagedKV(torch.zeros(6, layout.page_elems, dtype=torch.uint8), layout)
+    host = torch.randint(0, 256, (5, 2, 8, dim), dtype=torch.uint8)
+    table = torch.tensor([[[3, 0], [1, 4]]])
+    hot = HotSet(
+        torch.arange(3).repeat(1, KV_HEADS, 1),
+        torch.tensor([[[0, 0, 1], [2, 3, 3]]]),
+        torch.tensor([[[0, 3, 1], [1, 0, 2]]]),
+        torch.tensor([3]),
+    )
+    wanted = torch.tensor([[[15, 7, 9], [8, 11, 2]]])
+    copied = fill_hot(kv, HostPages(host, table), wanted, torch.tensor([0]), hot)
+    assert copied.tolist() == [5], "token 2 of the second head is there"
+    for head in range(KV_HEADS):
+        for place, token in enumerate(hot.token[0, head].tolist()):
+            page, slot = hot.page[0, head, place], hot.slot[0, head, place]
+            here = ops.gather_tokens(kv, page[None], slot[None])
+            there = host[table[0, head, token // 8], :, token % 8]
+            if token != 2:
+                assert torch.cat(here).equal(there)
+
+
+def test_rows_of_another_size_are_refused(backend):
+    layout = PageLayout.natural(4, 32)
+    kv = PagedKV(torch.zeros(2, layout.page_elems, dtype=torch.uint8), layout)
+    one = torch.zeros(1, 1, 1, dtype=torch.int64)
+    hot = HotSet(one.clone(), one.clone(), one.clone(), torch.tensor([1]))
+    host = torch.zeros(1, 2, 4, 36, dtype=torch.uint8)
+    with pytest.raises((ValueError, RuntimeError)):
+        fill_hot(kv, HostPages(host, one), one + 1, torch.tensor([0]), hot)
