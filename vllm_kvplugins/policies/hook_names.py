@@ -52,6 +52,8 @@ RESERVED_SETTINGS = frozenset(
         "session_park",
         "session_dir",
         "session_disk",
+        "shared_prefix",
+        "shared_prefix_limit",
     }
 )
 
