@@ -84,3 +84,46 @@ def traffic(
     if policy:
         assert driver.check_policy_state() == 0, "requests leaked in the worker"
     return report
+
+
+def named(model: str, policy: Policy, tokens: int) -> dict[str, Any]:
+    """Blocks of the shared prefix, by where its length comes from.
+
+    Returns:
+        Also, per invalid length that a request names, the front end's message.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
+    prompt = random_tokens(1, 600, VOCABULARY)
+    rendered = {
+        "type": "token",
+        "prompt_token_ids": prompt,
+        "kv_policy_shared_prefix": tokens,
+    }
+    driver.add("neither", prompt, 4)
+    driver.add("request", prompt, 4, shared_prefix=tokens)
+    driver.add("chat", rendered, 4)
+    driver.add("both", rendered, 4, shared_prefix=0)
+    refused = {}
+    for value in (-1, "64", True):
+        try:
+            driver.add(f"refused {value}", prompt, 4, shared_prefix=value)
+        except VLLMValidationError as error:
+            refused[str(value)] = str(error)
+    driver.step()
+    plans = driver.manager.plans
+    shared = {
+        request.request_id.split("-")[0]: plans.of(request).shared_blocks
+        for request in driver.scheduler.requests.values()
+    }
+    prompts = driver.runtime._prompts
+    at_worker = {
+        request_id.split("-")[0]: prompts.shared_blocks(request_id)
+        for request_id in driver.scheduler.requests
+    }
+    driver.run()
+    driver.step()
+    driver.check_blocks()
+    assert driver.check_policy_state() == 0
+    return {"shared": shared, "at_worker": at_worker, "refused": refused}

@@ -74,3 +74,77 @@ def test_six_requests_hold_the_prefix_once(tiny_model, name):
 def test_later_requests_find_the_prefix_after_compactions(tiny_model, name):
     cached = seen(tiny_model, name)["cached"]
     assert min(cached.values()) >= SHARED * BLOCK, cached
+
+
+def test_the_prefix_comes_from_the_request_or_its_chat(tiny_model):
+    report = run_scenario(
+        "scenarios_shared_prefix:named",
+        {"model": tiny_model, "policy": SNAPKV, "tokens": PREFIX},
+    )
+    expected = {"neither": 0, "request": SHARED, "chat": SHARED, "both": 0}
+    assert report["shared"] == report["at_worker"] == expected
+    assert set(report["refused"]) == {"-1", "64", "True"}
+    assert all("KVP513" in message for message in report["refused"].values())
+
+
+# -- sessions -------------------------------------------------------------------------
+
+FLOW: dict[str, Any] = {
+    "name": "flowkv",
+    "ratio": 0.3,
+    "base_config": {"window": 16},
+    "shared_prefix": PREFIX,
+}
+QUESTIONS = [300, 90, 200]
+
+
+def talks(model: str, policy: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    arguments = {
+        "model": model,
+        "policy": policy,
+        "questions": QUESTIONS,
+        "number": 4,
+        "prefix": PREFIX,
+        "settings": settings,
+    }
+    result: dict[str, Any] = run_scenario("scenarios_sessions:talks", arguments)
+    return result
+
+
+@pytest.fixture(scope="module")
+def recomputed(tiny_model):
+    """Answers of requests that compute their whole history."""
+    return talks(tiny_model, FLOW | {"sessions": False})["answers"]
+
+
+def test_conversations_continue_behind_their_prefix(tiny_model, recomputed):
+    kept = talks(tiny_model, FLOW)
+    assert kept["answers"] == recomputed
+    assert kept["counts"]["hits"] == 4 * (len(QUESTIONS) - 1)
+    assert kept["counts"]["failures"] == kept["tracked"] == 0
+    # Only the new question is computed: no token of the history, none of the prefix.
+    for turn, question in enumerate(QUESTIONS):
+        hits = zip(kept["prompts"][turn], kept["cached"][turn], strict=True)
+        computed = [prompt - hit - question for prompt, hit in hits]
+        assert turn == 0 or max(computed) <= 1
+
+
+def test_conversations_in_a_small_pool_lose_their_prefix(
+    tiny_model, recomputed, tmp_path
+):
+    """Requests are preempted, and the prefix leaves the prefix cache now and then: its
+    sessions are recomputed then. No answer changes.
+    """
+    policy = FLOW | {"session_dir": str(tmp_path), "session_memory": "1MiB"}
+    small = talks(
+        tiny_model,
+        policy,
+        num_gpu_blocks_override=29,
+        max_model_len=840,
+        async_scheduling=False,
+    )
+    assert small["answers"] == recomputed
+    assert small["preemptions"] > 0, "too large a pool for a test of it"
+    assert small["counts"]["hits"] > 0
+    assert small["counts"]["failures"] == small["tracked"] == 0
+    print(small["counts"], small["preemptions"])

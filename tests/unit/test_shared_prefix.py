@@ -16,6 +16,7 @@ import pytest
 import torch
 from fake_engine import FakeEngine, Kept, Request
 from fake_sessions import SessionEngine
+from fake_text import encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_settings import (
@@ -38,6 +39,7 @@ from vllm_kvplugins.plan.residency_plan import (
     ResidencyPlan,
 )
 from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.policies.capabilities import ProbeOccasion
 from vllm_kvplugins.policies.registry import get_policy_class
 
 SEED = 20261126
@@ -262,6 +264,22 @@ def test_prompts_in_blocks_keep_the_prefix(name):
     most = engine.runtime.policy.max_prompt_blocks(38, engine.runtime.geometry)
     assert most is not None
     assert engine.plan("a").peak_blocks(SHARED * BLOCK + 38) <= most + SHARED
+
+
+@pytest.mark.parametrize(
+    ("since", "survivors", "first"),
+    [(0, range(0), 12), (12, range(12, 12), 12), (30, range(12, 30), 30)],
+)
+def test_kvzip_does_not_repeat_the_prefix(since, survivors, first):
+    """Nor do its tokens compete with those that earlier compactions kept."""
+    probing = get_policy_class("kvzip")(chunk=64).probing
+    assert probing is not None
+    occasion = ProbeOccasion(range(200), since, 200, 120, encode, shared=12)
+    probes = probing.probes(occasion)
+    assert probes[0].about.start == first
+    assert probes[-1].about.stop == 200
+    assert {len(probe.survivors) for probe in probes} == {len(survivors)}
+    assert all(probe.survivors == survivors for probe in probes)
 
 
 def test_other_prefixes_are_other_blocks():

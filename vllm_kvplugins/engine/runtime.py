@@ -420,6 +420,7 @@ class PolicyRuntime:
                     state.compacted_at,
                     row.after_tokens,
                     patched,
+                    due.compaction.shared_blocks * self.geometry.block_size,
                 )
             )
         prober.run(requests)
