@@ -386,6 +386,8 @@ class Schedule:
         assert len(blocks) == -(-life.slots // SIZE), name
         holes = {place for place, block in enumerate(blocks) if block.is_null}
         assert holes == life.holes, f"{name}: holes {holes}, not {life.holes}"
+        shared = set(range(life.plan.shared_blocks))
+        assert not holes & shared, f"{name}: blocks of its prefix are free: {holes}"
         held = len(blocks) - len(holes)
         limit = life.plan.peak_blocks(life.slots)
         prompt = request.num_prompt_tokens
