@@ -35,7 +35,7 @@ import _docs_matrix as matrix
 from pydantic import BaseModel
 
 from vllm_kvplugins.cli.settings import Setting, settings_of
-from vllm_kvplugins.config import KernelSettings
+from vllm_kvplugins.config import KernelSettings, PrefixSettings
 from vllm_kvplugins.policies.registry import get_policy_class
 from vllm_kvplugins.sessions.settings import SessionSettings
 
@@ -45,6 +45,7 @@ PART = re.compile(r"(<!-- generated: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL
 OTHER_SETTINGS: dict[str, type[BaseModel]] = {
     "sessions": SessionSettings,
     "kernel": KernelSettings,
+    "prefix": PrefixSettings,
 }
 # Settings that have a page of their own, from docs/policies.
 EXPLAINED = {
@@ -55,7 +56,7 @@ EXPLAINED = {
 
 
 def settings_table(name: str) -> str:
-    """The settings of a policy, of ``sessions`` or ``kernel``."""
+    """The settings of a policy, of ``sessions``, ``kernel`` or ``prefix``."""
     settings = settings_of(OTHER_SETTINGS.get(name) or get_policy_class(name))
     if not settings:
         return "It has no settings.\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -35,6 +35,25 @@ class KernelSettings(BaseModel):
     )
 
 
+class PrefixSettings(BaseModel):
+    """Prefixes that requests share; part of ``--kv-policy-config``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shared_prefix: Annotated[int, Field(ge=1)] | Literal["system", "none"] = Field(
+        default="system",
+        description="First tokens that stay exact and that requests share through the "
+        "prefix cache: those of a chat's system prompt and tools (system), this many "
+        "tokens of every prompt, or none. The budget counts the tokens behind them.",
+    )
+    shared_prefix_limit: int = Field(
+        default=4096,
+        ge=0,
+        description="Maximum number of such tokens of a system prompt, or of a request "
+        "that names its shared_prefix.",
+    )
+
+
 def parse_policy(request: Any) -> KVCachePolicy:
     """Build a policy from ``{"name": "snapkv", "budget": 512, …}``, or from its name.
 
@@ -53,7 +72,8 @@ def parse_policy(request: Any) -> KVCachePolicy:
         )
     cls = get_policy_class(request["name"])
     sessions, kernel = session_part(request), _kernel_part(request)
-    others = {"name", *sessions, *kernel}
+    prefix = _prefix_part(request)
+    others = {"name", *sessions, *kernel, *prefix}
     options = {key: value for key, value in request.items() if key not in others}
     policy, reasons = _validated(cls, options)
     if policy is not None:
@@ -64,7 +84,9 @@ def parse_policy(request: Any) -> KVCachePolicy:
         ]
     session_settings, session_reasons = _validated(SessionSettings, sessions)
     reasons += session_reasons + _validated(KernelSettings, kernel)[1]
+    reasons += _validated(PrefixSettings, prefix)[1]
     if policy is not None:
+        reasons += _prefix_problems(policy, prefix)
         reasons += _session_problems(policy, sessions, session_settings)
     refuse(f"KV policy {cls.name!r} cannot be configured like this", reasons)
     assert policy is not None, "a policy that was not built has reasons"
@@ -79,6 +101,23 @@ def _validated(
         return cls.model_validate(settings), []
     except ValidationError as error:
         return None, [_explain(cls, item) for item in error.errors()]
+
+
+def _prefix_problems(policy: KVCachePolicy, given: dict[str, Any]) -> list[str]:
+    """Settings of shared prefixes that the policy does not support.
+
+    Args:
+        given: settings that the user has set.
+    """
+    if policy.keeps_shared_prefix or given.get("shared_prefix", "none") == "none":
+        return []
+    return [
+        coded(
+            "KVP050",
+            f"{policy.name} keeps the tokens of each request in host memory or as "
+            "spans, where requests share no prefix; remove shared_prefix",
+        )
+    ]
 
 
 def _session_problems(
@@ -120,6 +159,16 @@ def parse_kernel(request: dict[str, Any] | str) -> str:
     """The kernel setting of a request that ``parse_policy`` accepts."""
     part = _kernel_part(request) if isinstance(request, dict) else {}
     return KernelSettings.model_validate(part).kernel
+
+
+def parse_prefix(request: Any) -> PrefixSettings:
+    """The prefix settings of a request that ``parse_policy`` accepts."""
+    part = _prefix_part(request) if isinstance(request, dict) else {}
+    return PrefixSettings.model_validate(part)
+
+
+def _prefix_part(request: dict[str, Any]) -> dict[str, Any]:
+    return {k: request[k] for k in PrefixSettings.model_fields if k in request}
 
 
 def _kernel_part(request: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +224,12 @@ def _explain(cls: type[BaseModel], item: Any) -> str:
     where = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         names = sorted(
-            {*cls.model_fields, *SESSION_SETTINGS, *KernelSettings.model_fields}
+            {
+                *cls.model_fields,
+                *SESSION_SETTINGS,
+                *KernelSettings.model_fields,
+                *PrefixSettings.model_fields,
+            }
         )
         near = difflib.get_close_matches(where, names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -65,6 +65,7 @@ CODES: dict[str, str] = {
     "KVP047": "--prefix-match-unit is smaller than a block",
     "KVP048": "--async-scheduling is set together with speculative decoding",
     "KVP049": "the policy or the model cannot run next to another KV connector",
+    "KVP050": "shared_prefix is set, but the policy or the engine shares no prefixes",
     # 100-199: policies, budgets and plans
     "KVP100": "no policy has this name",
     "KVP101": "the import path of a policy is not 'module:Class'",
@@ -130,6 +131,8 @@ CODES: dict[str, str] = {
     "KVP510": "no step fetched anything (record)",
     "KVP511": "kv_transfer_params is not an object",
     "KVP512": "kv_session is not true or false, or the server keeps no sessions",
+    "KVP513": "shared_prefix of a request is not a number of tokens, or the server "
+    "shares no prefixes",
     # 600-699: command line, models and training
     "KVP600": "a Python package that the command needs is not installed",
     "KVP601": (

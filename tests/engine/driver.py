@@ -91,6 +91,7 @@ class Driver:
         patched: list[int] | None = None,
         lora: Any = None,
         kv_session: bool | None = None,
+        shared_prefix: Any = None,
     ) -> None:
         from vllm import SamplingParams
 
@@ -98,6 +99,7 @@ class Driver:
             "turn_ends": turn_ends,
             "patched_prompt": patched,
             "kv_session": kv_session,
+            "shared_prefix": shared_prefix,
         }
         extra = {name: value for name, value in extra.items() if value is not None}
 

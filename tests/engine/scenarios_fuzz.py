@@ -22,6 +22,7 @@ _SAMPLES = 6  # requests compared with a run of their own, per drain
 class Sent:
     prompt: list[int]
     max_tokens: int
+    shared_prefix: int | None = None
     aborted: bool = False
 
 
@@ -32,11 +33,20 @@ class Fuzzer:
         counts: what happened, so that the test can see that it did happen.
         compares_preempted: compare tokens of preempted requests too.
         shortest: tokens of the shortest prompts.
+        shares: half of the requests name their first part, which they have in common
+            with others, as shared prefix.
     """
 
-    def __init__(self, driver: Driver, seed: int, samples: int = _SAMPLES) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        seed: int,
+        samples: int = _SAMPLES,
+        shares: bool = False,
+    ) -> None:
         self.driver = driver
         self.samples = samples
+        self.shares = shares
         self.compares_preempted = True
         self.shortest = 1
         self.rng = random.Random(seed)
@@ -44,7 +54,8 @@ class Fuzzer:
         self.sent: dict[str, Sent] = {}
         self.number = 0
         self.counts = dict.fromkeys(
-            ("requests", "aborts", "hits", "compared", "differed", "close"), 0
+            ("requests", "aborts", "hits", "compared", "differed", "close", "shared"),
+            0,
         )
 
     def round(self) -> None:
@@ -102,6 +113,9 @@ class Fuzzer:
         # Long answers make the pool run dry, and so preempt.
         max_tokens = min(_MOST_TOKENS - len(prompt), rng.choice((20, 80, 400)))
         sent = Sent(prompt, rng.randint(1, max_tokens))
+        if self.shares and rng.random() < 0.5:
+            sent.shared_prefix = len(head)
+            self.counts["shared"] += len(head) >= self.driver.block_size
         name = f"r{self.number}"
         self.number += 1
         self.counts["requests"] += 1
@@ -116,7 +130,14 @@ class Fuzzer:
         turns = policy.turns if policy else None
         has_history = turns is not None and turns.history_only and history > 0
         ends = [history] if has_history else None
-        self.driver.add(name, sent.prompt, sent.max_tokens, margins, ends)
+        self.driver.add(
+            name,
+            sent.prompt,
+            sent.max_tokens,
+            margins,
+            ends,
+            shared_prefix=sent.shared_prefix,
+        )
 
     def _abort(self, name: str) -> None:
         self.driver.abort([name])
@@ -190,12 +211,14 @@ def fuzz(
     blocks: int,
     compares_preempted: bool = True,
     shortest: int = 1,
+    shares: bool = False,
     started: Callable[[Any], None] = lambda llm: None,
     **settings: Any,
 ) -> dict[str, int]:
     """``rounds`` rounds in a pool of ``blocks``; returns what happened.
 
     Args:
+        shares: see :class:`Fuzzer`.
         started: called with the engine before the first round.
     """
     arguments: dict[str, Any] = {
@@ -207,7 +230,7 @@ def fuzz(
     llm = make_llm(model, policy, **(arguments | settings))
     started(llm)
     driver = Driver(llm)
-    fuzzer = Fuzzer(driver, seed)
+    fuzzer = Fuzzer(driver, seed, shares=shares)
     fuzzer.compares_preempted, fuzzer.shortest = compares_preempted, shortest
     for number in range(1, rounds + 1):
         fuzzer.round()

@@ -15,11 +15,17 @@ ANSWER = 21
 
 
 class Talk:
-    """One conversation, which grows by an answer and a question with every request."""
+    """One conversation, which grows by an answer and a question with every request.
 
-    def __init__(self, driver: Driver, name: str, seed: int) -> None:
+    Args:
+        prefix: first tokens, which other conversations may have too.
+    """
+
+    def __init__(
+        self, driver: Driver, name: str, seed: int, prefix: list[int] | None = None
+    ) -> None:
         self.driver, self.name, self.seed = driver, name, seed
-        self.prompt: list[int] = []
+        self.prompt: list[int] = prefix or []
         self.ends: list[int] = []
         self.turn = 0
         self.answers: list[list[int]] = []
@@ -67,10 +73,12 @@ def talks(
     settings: dict[str, Any] | None = None,
     histories: list[Any] | None = None,
     prepare: Callable[[Driver], None] | None = None,
+    prefix: int = 0,
 ) -> dict[str, Any]:
     """Run several conversations at once, turn by turn.
 
     Args:
+        prefix: number of first tokens that all conversations have in common.
         histories: of conversations that another process began.
         prepare: called with the driver before the first request.
 
@@ -82,7 +90,8 @@ def talks(
     driver = Driver(make_llm(model, policy, **arguments))
     if prepare is not None:
         prepare(driver)
-    several = [Talk(driver, f"talk{i}", i + 1) for i in range(number)]
+    first = random_tokens(7, prefix, VOCABULARY)
+    several = [Talk(driver, f"talk{i}", i + 1, first) for i in range(number)]
     for talk, history in zip(several, histories or [], strict=False):
         talk.prompt, talk.ends, talk.turn = history
     prompts, cached = [], []

@@ -75,15 +75,21 @@ class Blocks(RuleBasedStateMachine):
         own=st.integers(1, 30),
         answer=st.sampled_from((1, 5, 30, 60)),
         turn=st.integers(1, 100),
+        names=st.booleans(),
     )
-    def arrive(self, head: int, shared: int, own: int, answer: int, turn: int) -> None:
-        """A third of the prompts may be equal to another one."""
+    def arrive(
+        self, head: int, shared: int, own: int, answer: int, turn: int, names: bool
+    ) -> None:
+        """A third of the prompts may be equal to another one. Half of the requests
+        name their first part as shared prefix.
+        """
         self.sound = False
         self.number += 1
         tail = [self.number if own % 3 else 9] * own
         prompt = [1000 * (head + 1) + place for place in range(shared)] + tail
         ends = sorted({min(turn, len(prompt)), max(len(prompt) - turn // 8, 1)})
-        self.scheduled.add(f"r{self.number}", prompt, answer, ends)
+        prefix = shared if names else 0
+        self.scheduled.add(f"r{self.number}", prompt, answer, ends, prefix)
 
     @precondition(lambda self: self.scheduled.waiting)
     @rule(chunk=chunks)

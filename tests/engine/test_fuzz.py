@@ -1,5 +1,7 @@
 """Random traffic leaks no block or request and changes no token.
 
+Half of the requests hold the part that they have in common as shared prefix.
+
 40 rounds, 500 in the full tier.
 
 ``scenarios_fuzz`` checks the invariants after every step and round, in the engine's
@@ -54,6 +56,7 @@ def test_random_traffic_leaks_nothing_and_changes_no_token(tiny_model, policy):
         "seed": SEED,
         "rounds": ROUNDS,
         "blocks": BLOCKS,
+        "shares": policy["name"] != "full",
     }
     counts = run_scenario("scenarios_fuzz:fuzz", arguments, timeout=550)
     print(counts)
@@ -63,6 +66,7 @@ def test_random_traffic_leaks_nothing_and_changes_no_token(tiny_model, policy):
         )
     assert counts["differed"] == 0, counts
     assert counts["close"] <= counts["compared"] / 20, "too many near ties to tell"
+    assert (counts["shared"] > ROUNDS / 25) == arguments["shares"], counts
     if policy["name"] == "full":
         assert counts["compactions"] == 0
     else:

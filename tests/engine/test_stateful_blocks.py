@@ -18,6 +18,7 @@ def test_any_operations_leave_every_block_where_the_plan_says():
     for event in (
         "admitted",
         "hits",
+        "prefix hits",
         "refused",
         "compactions",
         "preempted",

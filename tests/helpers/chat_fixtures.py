@@ -351,8 +351,14 @@ def _tokenizer(special: tuple[str, ...]) -> Any:
     return get_cached_tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
 
 
-def renderer_of(template: Template, policy: dict[str, Any] | None) -> Any:
-    """vLLM's renderer of Hugging Face tokenizers, for a template and a policy."""
+def renderer_of(
+    template: Template, policy: dict[str, Any] | None, prefix_caching: bool = False
+) -> Any:
+    """vLLM's renderer of Hugging Face tokenizers, for a template and a policy.
+
+    Args:
+        prefix_caching: chats are also searched for a shared prefix.
+    """
     from vllm.renderers.hf import HfRenderer
 
     from vllm_kvplugins.vllm_adapter.frontend import chat_turns
@@ -374,6 +380,7 @@ def renderer_of(template: Template, policy: dict[str, Any] | None) -> Any:
     config = SimpleNamespace(
         additional_config={"kv_policy": policy} if policy else {},
         kv_transfer_config=None,
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
         model_config=model,
         parallel_config=SimpleNamespace(_api_process_rank=0),
     )

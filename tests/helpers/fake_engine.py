@@ -2,8 +2,9 @@
 
 A request's keys, values and queries are random numbers that depend only on its name and
 the position, so that the same request can run among different others. All memory that
-no live request owns is NaN at every moment. Each step attends twice: over the pages in
-the page table, and over a dense copy of the request in which every (layer, KV head)
+no live request owns is NaN at every moment. Requests with the same shared prefix have
+the same tokens there, and hold the same blocks. Each step attends twice: over the pages
+in the page table, and over a dense copy of the request in which every (layer, KV head)
 sees the positions that it kept.
 """
 
@@ -49,6 +50,8 @@ class Request:
         turn_ends: of its prompt.
         restored: the compaction behind the cache that it started from.
         patched: its patched prompt.
+        prefix: name of its shared prefix; "": none.
+        shared: blocks of that prefix.
     """
 
     name: str
@@ -66,6 +69,8 @@ class Request:
     turn_ends: tuple[int, ...] = ()
     restored: Compaction | None = None
     patched: tuple[int, ...] = ()
+    prefix: str = ""
+    shared: int = 0
 
     @staticmethod
     def make(name: str, prompt: int, answer: int) -> Request:
@@ -89,6 +94,12 @@ class Request:
     @property
     def done(self) -> bool:
         return self.generated == self.answer
+
+    def begin_with(self, other: Request, tokens: int) -> None:
+        """Replace the first tokens by those of another request."""
+        for plane in ("keys", "values"):
+            getattr(self, plane)[:, :, :tokens] = getattr(other, plane)[:, :, :tokens]
+        self.queries[:, :tokens] = other.queries[:, :tokens]
 
     def start_over(self) -> None:
         self.computed, self.table, self.held, self.kept = 0, [], set(), []
@@ -150,6 +161,10 @@ class FakeEngine:
         # the worker learns of them with the next step
         self.gone: set[str] = set()
         self.preempted: set[str] = set()
+        # Of each shared prefix: the blocks that requests hold, in order, and which of
+        # them are computed.
+        self.prefixes: dict[str, list[int]] = {}
+        self.prefix_tokens: dict[str, int] = {}
         self.steps, self.attend_every = 0, 1
 
     @property
@@ -172,11 +187,23 @@ class FakeEngine:
         answer: int,
         turn_ends: tuple[int, ...] = (),
         patched: tuple[int, ...] = (),
+        prefix: str = "",
+        shared: int = 0,
     ) -> Request:
+        """A new request.
+
+        Args:
+            prefix: requests with the same name share their first ``shared`` blocks.
+        """
         request = self.requests[name] = Request.make(name, prompt, answer)
         self._round(request)
         request.turn_ends, request.patched = turn_ends, patched
-        self.runtime.add_request(name, range(prompt), turn_ends, patched)
+        request.prefix, request.shared = prefix, shared
+        if shared:
+            tokens = shared * self.block
+            request.begin_with(Request.make(prefix, tokens, 0), tokens)
+        self.runtime.add_request(name, range(prompt), turn_ends, patched, shared)
+        self._hit(request)
         return request
 
     def _round(self, request: Request) -> None:
@@ -201,9 +228,19 @@ class FakeEngine:
         assert self.heap.fp8 is not None
         return (values / scale).to(self.heap.fp8.dtype).view(torch.uint8)
 
+    def _hit(self, request: Request) -> None:
+        """Let a request start behind the part of its prefix that others computed."""
+        computed = self.prefix_tokens.get(request.prefix, 0)
+        for index in range(computed // self.block if request.shared else 0):
+            request.held.add(index)
+            request.table.append(self.prefixes[request.prefix][index])
+            request.computed = len(request.table) * self.block
+
     def plan(self, name: str) -> ResidencyPlan:
         request = self.requests[name]
-        return self.runtime.plan(request.prompt, request.turn_ends, request.restored)
+        return self.runtime.plan(
+            request.prompt, request.turn_ends, request.restored, request.shared
+        )
 
     def remove(self, name: str) -> Request:
         """The request finishes or is aborted."""
@@ -218,10 +255,20 @@ class FakeEngine:
         self._release(request, set(request.held))
         request.start_over()
         self.preempted.add(name)
+        self._hit(request)
 
     def _release(self, request: Request, indices: set[int]) -> None:
-        freed = [request.table[index] for index in indices]
         request.held -= indices
+        others = [each for each in self.requests.values() if each is not request]
+        in_use = {other.table[index] for other in others for index in other.held}
+        freed = [request.table[index] for index in indices]
+        freed = [block for block in freed if block not in in_use]
+        if set(freed) & set(self.prefixes.get(request.prefix, ())):
+            kept = [b for b in self.prefixes[request.prefix] if b in in_use]
+            self.prefixes[request.prefix] = kept
+            computed = self.prefix_tokens.get(request.prefix, 0)
+            tokens = min(computed, len(kept) * self.block)
+            self.prefix_tokens[request.prefix] = tokens
         self.free += freed
         self.pages[:, freed] = self.unowned
 
@@ -278,8 +325,15 @@ class FakeEngine:
             first = rows[-1].first_query + rows[-1].new_tokens if rows else 0
             rows.append(Row(name, request.prompt, request.computed, new, first))
             while len(request.table) * self.block < rows[-1].after_tokens:
-                request.held.add(len(request.table))
+                index = len(request.table)
+                request.held.add(index)
+                shared = self.prefixes.setdefault(request.prefix, [])
+                if index < request.shared and index < len(shared):
+                    request.table.append(shared[index])
+                    continue
                 request.table.append(self.free.pop())
+                if index < request.shared:
+                    shared.append(request.table[index])
             self._write(request, request.computed, rows[-1].after_tokens)
         return rows
 
@@ -343,11 +397,16 @@ class FakeEngine:
             request = self.requests[row.request_id]
             plan = self.plan(row.request_id)
             request.computed = row.after_tokens
+            if request.shared:
+                tokens = min(request.computed, request.shared * self.block)
+                before = self.prefix_tokens.get(request.prefix, 0)
+                self.prefix_tokens[request.prefix] = max(before, tokens)
             due = self._due(row)
             record = compacted.pop(row.request_id, None)
             assert (due is None) == (record is None), "compacted off the plan"
             if due is not None and record is not None:
-                self._check_kept(request, record.kept_positions, len(due.retained))
+                held = request.shared + len(due.retained)
+                self._check_kept(request, record.kept_positions, held)
                 retained = range(due.freed.start, due.freed.stop)
                 self._release(request, set(retained) & request.held)
             assert len(request.held) == plan.resident_blocks(request.computed)
@@ -358,12 +417,16 @@ class FakeEngine:
     # -- checks -----------------------------------------------------------
 
     def _check_kept(self, request: Request, kept: Kept, retained_blocks: int) -> None:
-        """Exactly M * L * H pages, of tokens that were resident, each once."""
+        """Exactly M * L * H pages, of tokens that were resident, each once; all tokens
+        of the shared prefix are among them.
+        """
         evicted_now = torch.zeros_like(request.visible)
         total = 0
         for layer, heads in enumerate(kept):
             for head, positions in enumerate(heads):
                 assert positions == sorted(set(positions)), "a token twice"
+                shared = request.shared * self.block
+                assert positions[:shared] == list(range(shared)), "the prefix was cut"
                 evicted_now[layer, head, positions] = True
                 total += len(positions)
         tail = request.computed % self.block
@@ -380,8 +443,6 @@ class FakeEngine:
         """Compactions write only to their retained regions.
 
         The prefix cache may give the freed blocks to other requests.
-
-        The prefix cache may hand what they free to others.
         """
         zones = []
         for row in rows:
@@ -457,7 +518,10 @@ class FakeEngine:
         assert not self.runtime.unscored_compactions, (
             "a score read memory that no request owns"
         )
-        held = [r.table[i] for r in self.requests.values() for i in r.held]
+        requests = self.requests.values()
+        shared = {r.table[i] for r in requests for i in r.held if i < r.shared}
+        held = [r.table[i] for r in requests for i in r.held if i >= r.shared]
+        held += shared
         assert sorted(self.free + held) == list(range(1, self.blocks))
         free = self.pages[:, self.free]
         unowned = free.isnan() if self.heap.fp8 is None else free == self.unowned

@@ -57,8 +57,12 @@ class SessionEngine(FakeEngine):
         request, plan = self.requests[name], self.plan(name)
         done = plan.num_done(request.computed)
         last = plan.compaction(done - 1) if done else None
+        shared = request.shared
         compaction = last and Compaction(
-            last.at_tokens, BlockSpan(0, last.retained.stop), last.retained
+            last.at_tokens,
+            BlockSpan(shared, last.retained.stop),
+            last.retained,
+            shared_blocks=shared,
         )
         first = last.retained.start if last else 0
         tokens = request.computed - cut
@@ -98,11 +102,15 @@ class SessionEngine(FakeEngine):
             turn_ends=turn_ends,
             restored=saved.compaction,
             patched=old.patched,
+            prefix=old.prefix,
+            shared=old.shared,
         )
         self.runtime.finish(self.gone)
         self.gone = set()
         self.requests[old.name] = request
-        self.runtime.add_request(old.name, range(prompt), turn_ends, old.patched)
+        self.runtime.add_request(
+            old.name, range(prompt), turn_ends, old.patched, old.shared
+        )
         at = saved.compaction.at_tokens if saved.compaction else 0
         tokens = min(saved.tokens, prompt - 1, max_tokens or prompt)
         needed = self.runtime.policy.queries_needed
@@ -116,19 +124,24 @@ class SessionEngine(FakeEngine):
             self.known_from.pop(old.name, None)
             return request
         self.known_from[old.name] = min(saved.first_query, tokens)
-        first = saved.compaction.retained.start if saved.compaction else 0
-        request.held = set(range(first, -(-tokens // self.block)))
+        prefix: list[int] = []
+        if self.prefix_tokens.get(old.prefix, 0) >= old.shared * self.block:
+            prefix = self.prefixes.get(old.prefix, [])[: old.shared]
+        first = saved.compaction.retained.start if saved.compaction else len(prefix)
+        own = range(first, -(-tokens // self.block))
         if in_place:
             assert saved.place is not None
-            fresh = self._parked(saved.place.blocks[: len(request.held)])
+            fresh = self._parked(saved.place.blocks[: len(own)])
         else:
-            fresh = [self.free.pop() for _ in request.held]
-        request.table = [0] * first + fresh
-        self.transfer.restore(old.name, prompt, saved, tokens, fresh, in_place)
+            fresh = [self.free.pop() for _ in own]
+        request.held = {*range(len(prefix)), *own}
+        request.table = prefix + [0] * (first - len(prefix)) + fresh
+        self.transfer.restore(old.name, prompt, saved, tokens, fresh, in_place, prefix)
         due = self.plan(old.name).due(at, tokens)
         records, self.runtime.records = self.runtime.records or [], []
         assert len(records) == (due is not None), "compacted off the plan"
         if due is not None:
-            self._check_kept(request, records[0].kept_positions, len(due.retained))
+            held = request.shared + len(due.retained)
+            self._check_kept(request, records[0].kept_positions, held)
             self._release(request, set(range(due.freed.start, due.freed.stop)))
         return request

@@ -160,13 +160,27 @@ class Schedule:
 
     # -- what the scheduler does --------------------------------------------------
 
-    def add(self, name: str, prompt: list[int], answer: int, ends: list[int]) -> None:
-        """Add a request, unless the front end would refuse it."""
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        answer: int,
+        ends: list[int],
+        shared_prefix: int = 0,
+    ) -> None:
+        """Add a request, unless the front end would refuse it.
+
+        Args:
+            shared_prefix: tokens of the prefix that it names.
+        """
         answer = min(answer, MODEL_LENGTH - len(prompt))
         request = Request(
             name,
             prompt,
-            SamplingParams(max_tokens=answer, extra_args={"turn_ends": ends}),
+            SamplingParams(
+                max_tokens=answer,
+                extra_args={"turn_ends": ends, "shared_prefix": shared_prefix},
+            ),
             None,
             arrival_time=0.0,
             block_hasher=self.hasher,
@@ -210,6 +224,8 @@ class Schedule:
             assert self.running, f"{request.request_id} has the pool for itself"
             return
         self.counts["admitted"] += 1
+        shared = life.plan.shared_tokens
+        self.counts["prefix hits"] += bool(shared) and hit >= shared
         self.counts["hits"] += hit > 0
         self.waiting.popleft()
         self.running.append(life)
@@ -279,6 +295,7 @@ class Schedule:
             assert not blocks[place].is_null, f"{name}: candidate {place} is gone"
         for place in range(compaction.retained.start, compaction.retained.stop):
             assert blocks[place].ref_cnt == 1, f"{name} rewrites what others read"
+            assert place >= life.plan.shared_blocks, f"{name} rewrites its prefix"
             life.kept[place] = compaction.at_tokens
             self.wrote[blocks[place].block_id] = life.content(place)
 
@@ -369,12 +386,15 @@ class Schedule:
         assert len(blocks) == -(-life.slots // SIZE), name
         holes = {place for place, block in enumerate(blocks) if block.is_null}
         assert holes == life.holes, f"{name}: holes {holes}, not {life.holes}"
+        shared = set(range(life.plan.shared_blocks))
+        assert not holes & shared, f"{name}: blocks of its prefix are free: {holes}"
         held = len(blocks) - len(holes)
         limit = life.plan.peak_blocks(life.slots)
         prompt = request.num_prompt_tokens
         if life.slots <= prompt:
             bound = self.policy.max_prompt_blocks(prompt, GEOMETRY)
-            limit = limit if bound is None else min(limit, bound)
+            if bound is not None:
+                limit = min(limit, bound + life.plan.shared_blocks)
         elif self.asynchronous:
             # Gets its block before the blocks that the step in flight frees are back
             limit += 1

@@ -104,11 +104,12 @@ def test_list_shows_names_types_defaults_and_descriptions():
         assert text in done.stdout
 
 
-@pytest.mark.parametrize("name", ["protokv", "pyramid", "sessions", "kernel"])
+@pytest.mark.parametrize("name", ["protokv", "pyramid", "sessions", "kernel", "prefix"])
 def test_list_name_shows_one_entry_with_its_documentation(name):
     everything = json.loads(runner.invoke(app, ["list", "--json"]).stdout)
     lists = [everything["policies"], everything["allocators"]]
-    entries = [*itertools.chain(*lists), everything["sessions"], everything["kernel"]]
+    others = [everything[other] for other in ("sessions", "kernel", "prefix")]
+    entries = [*itertools.chain(*lists), *others]
     expected = next(entry for entry in entries if entry["name"] == name)
     done = runner.invoke(app, ["list", name, "--json"])
     assert done.exit_code == 0, done.output
@@ -134,7 +135,7 @@ def test_list_of_an_unknown_name_shows_allocators_too():
     assert done.exit_code == 1
     assert codes_in(done.stderr) == ("KVP100",)
     assert "Did you mean 'pyramid'?" in done.stderr
-    for name in (*available_policies(), *ALLOCATORS, "sessions", "kernel"):
+    for name in (*available_policies(), *ALLOCATORS, "sessions", "kernel", "prefix"):
         assert name in done.stderr
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from vllm_kvplugins.budgets import Pyramid
-from vllm_kvplugins.config import KernelSettings, parse_policy
+from vllm_kvplugins.config import KernelSettings, PrefixSettings, parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.residency_plan import ResidencyPlan
@@ -168,8 +168,9 @@ def test_settings_must_not_be_named_like_those_of_the_engine(name):
 
 
 def test_reserved_settings_are_those_that_the_engine_takes():
-    reserved = {"name", *KernelSettings.model_fields, *SESSION_SETTINGS}
-    assert {*reserved, *DEPRECATED_SETTINGS} == RESERVED_SETTINGS
+    reserved = {"name", *KernelSettings.model_fields, *PrefixSettings.model_fields}
+    reserved |= {*SESSION_SETTINGS, *DEPRECATED_SETTINGS}
+    assert reserved == RESERVED_SETTINGS
 
 
 def test_removed_names_are_not_names_of_the_contract():

@@ -66,7 +66,7 @@ def validate(monkeypatch):
     monkeypatch.setattr(checks, "geometry_of", lambda config: shape)
     monkeypatch.setattr(checks, "other_blocks", lambda config, tokens: 0)
 
-    def validate(policy, params, pool=50, prompt=1000):
+    def validate(policy, params, pool=50, prompt=1000, seen=None):
         from vllm import SamplingParams
 
         monkeypatch.setattr(checks, "blocks_per_engine", lambda config: pool)
@@ -82,6 +82,8 @@ def validate(monkeypatch):
             sampling_params=SamplingParams(**params),
         )
         checks._validate(config, parse_policy(policy), request)
+        if seen is not None:
+            seen.append(request.sampling_params)
         return request.sampling_params.max_tokens
 
     return validate
@@ -116,6 +118,24 @@ def test_an_answer_that_has_no_room_is_rejected(validate, params, pool):
     with pytest.raises(VLLMValidationError) as caught:
         validate(BOUNDED, params, pool=pool)
     assert codes_in(str(caught.value)) == ("KVP502",)
+
+
+@pytest.mark.parametrize("max_tokens", [20, 3096], ids=["limited", "unlimited"])
+def test_a_shared_prefix_is_as_long_as_the_pool_allows(validate, max_tokens):
+    """It never makes a request fail that fits without one."""
+    shared = {}
+    for pool in (18, 24, 30, 200):
+        seen = []
+        extra = {"shared_prefix": 20 * 32}
+        answer = {"max_tokens": max_tokens}
+        validate(BOUNDED, answer | {"extra_args": extra}, pool=pool, seen=seen)
+        shared[pool] = seen[0].extra_args["shared_prefix"] // 32
+        assert extra == {"shared_prefix": 640}, "other requests may have it"
+        assert validate(BOUNDED, answer, pool=pool)
+    # A prompt holds up to 17 blocks behind the prefix: budget, block and a partial one.
+    assert shared[24] <= 24 - 17 + 1
+    assert 0 <= shared[18] < shared[24] < shared[30] <= 20
+    assert shared[200] == 20
 
 
 def test_an_answer_without_a_limit_fits_into_host_memory(validate):

@@ -467,3 +467,42 @@ def test_it_runs_without_vllm(folder):
 )
 def test_amounts(num_bytes, text):
     assert amount(num_bytes) == text
+
+
+# -- shared prefixes -------------------------------------------------------------------
+
+
+def test_a_shared_prefix_counts_once(folder):
+    """Behind it, a request holds what a prompt of the rest holds."""
+    many = ("--concurrency", "100", "--answer", "100")
+    rest = figures(folder, *many, context=2048)
+    result = figures(folder, *many, "--shared-prefix", "2048", context=4096)
+    setting = ("--policy-config", json.dumps({"shared_prefix": 2048}))
+    by_setting = figures(folder, *many, *setting, context=4096)
+    assert result["shared_blocks"] == by_setting["shared_blocks"] == 64
+    assert result["wanted"] == by_setting["wanted"]
+    for stage in ("prefill_peak", "after_prefill", "decode_peak", "end"):
+        own = rest["request"][stage]["blocks"]
+        assert result["request"][stage]["blocks"] == own + 64, stage
+    block_bytes = result["block_bytes"]
+    for pool in ("pool_bytes", "stock_pool_bytes"):
+        once = rest["wanted"][pool] + 64 * block_bytes
+        assert result["wanted"][pool] == once, pool
+    apart = figures(folder, *many, context=4096)
+    assert result["wanted"]["stock_pool_bytes"] < apart["wanted"]["stock_pool_bytes"]
+
+
+def test_a_pool_holds_a_shared_prefix_once(folder):
+    options = ("--answer", "100", "--shared-prefix", "2048", "--pool-gib")
+    pool = figures(folder, *options, "4", context=4096)["pool"]
+    rest = figures(folder, "--answer", "100", "--pool-gib", "3.75", context=2048)
+    assert pool["requests"] == rest["pool"]["requests"]  # 2048 tokens are 0.25 GiB
+    assert pool["stock_requests"] == rest["pool"]["stock_requests"]
+    tiny = figures(folder, *options, "0.1", context=4096)["pool"]
+    assert tiny["requests"] == tiny["stock_requests"] == 0
+
+
+def test_a_policy_that_shares_no_prefix_is_refused(folder):
+    done = run(folder, "--shared-prefix", "64", policy="exact-topk")
+    assert done.exit_code == 1
+    assert codes_in(done.output) == ("KVP050",)

@@ -260,7 +260,9 @@ def renderer(write: Any, policy: Any, **settings: Any) -> Any:
         def __init__(self) -> None:
             config = {"kv_policy": {"name": policy, **settings}} if policy else {}
             self.config = SimpleNamespace(
-                additional_config=config, kv_transfer_config=None
+                additional_config=config,
+                kv_transfer_config=None,
+                cache_config=SimpleNamespace(enable_prefix_caching=False),
             )
 
         def get_tokenizer(self) -> Any:

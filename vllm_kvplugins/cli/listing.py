@@ -52,6 +52,8 @@ def list_policies(
     _print_entry(console, listed["sessions"])
     console.print("[bold]Kernel[/]  (with any policy)\n")
     _print_entry(console, listed["kernel"])
+    console.print("[bold]Shared prefixes[/]  (with policies that drop tokens)\n")
+    _print_entry(console, listed["prefix"])
     console.print('[bold]Allocators[/]  ("allocator" in --kv-policy-config)\n')
     for entry in listed["allocators"]:
         _print_entry(console, entry)
@@ -61,15 +63,15 @@ def catalogue() -> dict[str, Any]:
     """All policies and allocators as plain data, as printed by ``--json``.
 
     Returns:
-        ``policies`` and ``allocators``: lists of entries; ``sessions`` and ``kernel``:
-        one entry each. An entry has ``name``, ``summary``, ``description`` (the
-        docstring of the class) and ``settings`` (each with ``name``, ``type``,
+        ``policies`` and ``allocators``: lists of entries; ``sessions``, ``kernel`` and
+        ``prefix``: one entry each. An entry has ``name``, ``summary``, ``description``
+        (the docstring of the class) and ``settings`` (each with ``name``, ``type``,
         ``default``, ``required``, ``description``). ``broken``: ``name`` and
         ``problem`` of each policy of another package that cannot be loaded.
     """
     from vllm_kvplugins.budgets import ALLOCATORS
     from vllm_kvplugins.cli.settings import first_line
-    from vllm_kvplugins.config import KernelSettings
+    from vllm_kvplugins.config import KernelSettings, PrefixSettings
     from vllm_kvplugins.policies.registry import (
         available_policies,
         get_policy_class,
@@ -96,6 +98,9 @@ def catalogue() -> dict[str, Any]:
             SessionSettings,
         ),
         "kernel": _entry("kernel", "the attention kernel", KernelSettings),
+        "prefix": _entry(
+            "prefix", "first tokens that requests share, exactly", PrefixSettings
+        ),
         "allocators": [
             _entry(name, first_line(cls), cls) for name, cls in ALLOCATORS.items()
         ],
@@ -128,6 +133,7 @@ def _entry_of(listed: dict[str, Any], name: str) -> dict[str, Any]:
         *listed["allocators"],
         listed["sessions"],
         listed["kernel"],
+        listed["prefix"],
     ]
     for entry in entries:
         if entry["name"] == name:
@@ -141,7 +147,7 @@ def _entry_of(listed: dict[str, Any], name: str) -> dict[str, Any]:
 def _unknown(name: str, listed: dict[str, Any]) -> str:
     policies = [entry["name"] for entry in (*listed["policies"], *listed["broken"])]
     allocators = [entry["name"] for entry in listed["allocators"]]
-    others = ["sessions", "kernel"]
+    others = ["sessions", "kernel", "prefix"]
     near = difflib.get_close_matches(name, [*policies, *allocators, *others], n=1)
     return (
         f"nothing is called {name!r}.{f' Did you mean {near[0]!r}?' if near else ''} "

@@ -70,6 +70,14 @@ def size(
             help="vLLM's limit of tokens per step; counts for sliding windows only.",
         ),
     ] = 2048,
+    shared_prefix: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="First tokens that all requests share, such as a system prompt.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of tables.")
     ] = False,
@@ -93,6 +101,7 @@ def size(
             dtype=dtype,
             block_size=block_size,
             prefill_chunk=prefill_chunk,
+            shared_prefix=shared_prefix,
         )
     if as_json:
         typer.echo(json.dumps(figures, indent=2))
@@ -114,8 +123,13 @@ def sizing(
     dtype: str,
     block_size: int,
     prefill_chunk: int,
+    shared_prefix: int | None = None,
 ) -> dict[str, Any]:
     """All figures as plain data, as printed by ``--json``.
+
+    Args:
+        shared_prefix: tokens that all prompts have in common; None: the number in
+            ``policy_config``, if any.
 
     Raises:
         KVPolicyError: policy, model or settings cannot run; lists all reasons.
@@ -137,10 +151,12 @@ def sizing(
     tokens = prompt_tokens + answer_tokens
     _refuse_impossible_lengths(policy, geometry, tokens)
 
+    shared = _shared_blocks(policy, options, shared_prefix, prompt_tokens, block_size)
     history_only = policy.turns is not None and policy.turns.history_only
     history = (prompt_tokens,) if history_only else ()
+    lengths = Lengths(prompt_tokens, history, shared_blocks=shared)
     request = footprint(
-        policy.plan(Lengths(prompt_tokens, history), geometry),
+        policy.plan_request(lengths, geometry),
         prompt_tokens,
         answer_tokens,
         policy.max_prompt_blocks(tokens, geometry),
@@ -167,7 +183,8 @@ def sizing(
         "block_bytes": memory.block_bytes,
         "prompt_tokens": prompt_tokens,
         "answer_tokens": answer_tokens,
-        **_memory(policy, memory, request, stock, tokens, requests, pool_bytes),
+        "shared_blocks": shared,
+        **_memory(policy, memory, request, stock, tokens, requests, pool_bytes, shared),
         "notes": _notes(policy, model, tokens),
     }
 
@@ -180,8 +197,12 @@ def _memory(
     tokens: int,
     requests: int,
     pool_bytes: int | None,
+    shared_blocks: int,
 ) -> dict[str, Any]:
-    """Memory of one request, of ``requests`` requests, and what fits into a pool."""
+    """Memory of one request, of ``requests`` requests, and what fits into a pool.
+
+    All requests hold the shared blocks once, also those of stock vLLM.
+    """
     from vllm_kvplugins.plan.sizing import blocks_for
 
     block_bytes = memory.block_bytes
@@ -189,18 +210,22 @@ def _memory(
     host_bytes = storage.host_bytes(tokens, memory.geometry) if storage else 0
     host_limit = storage.host_memory_bytes if storage else None
     host_requests = host_limit // host_bytes if host_limit and host_bytes else None
+    own, stock_own = request.without(shared_blocks), stock.without(shared_blocks)
     return {
         "request": {**_amounts(request, block_bytes), "host_bytes": host_bytes},
         "stock_request": _amounts(stock, block_bytes),
         "wanted": {
             "requests": requests,
-            "pool_bytes": blocks_for(request, requests) * block_bytes,
-            "stock_pool_bytes": blocks_for(stock, requests) * block_bytes,
+            "pool_bytes": (shared_blocks + blocks_for(own, requests)) * block_bytes,
+            "stock_pool_bytes": (shared_blocks + blocks_for(stock_own, requests))
+            * block_bytes,
             "host_bytes": requests * host_bytes,
         },
         "pool": None
         if pool_bytes is None
-        else _pool(request, stock, pool_bytes, block_bytes, host_requests),
+        else _pool(
+            own, stock_own, pool_bytes, block_bytes, host_requests, shared_blocks
+        ),
     }
 
 
@@ -220,15 +245,21 @@ def _pool(
     pool_bytes: int,
     block_bytes: int,
     host_requests: int | None,
+    shared_blocks: int,
 ) -> dict[str, Any]:
-    """Requests that fit into a pool, with the policy and with stock vLLM."""
+    """Requests that fit into a pool, with the policy and with stock vLLM.
+
+    Args:
+        request, stock: blocks beyond the shared ones.
+    """
     from vllm_kvplugins.plan.sizing import capacity
 
-    with_policy = capacity(request, pool_bytes, block_bytes, host_requests)
-    with_stock = capacity(stock, pool_bytes, block_bytes, None)
+    own_bytes = max(pool_bytes - shared_blocks * block_bytes, 0)
+    with_policy = capacity(request, own_bytes, block_bytes, host_requests)
+    with_stock = capacity(stock, own_bytes, block_bytes, None)
     return {
         "bytes": pool_bytes,
-        "blocks": with_policy.pool,
+        "blocks": max(pool_bytes // block_bytes - 1, 0),
         "requests": with_policy.requests,
         "decoding_alone": with_policy.decoding,
         "limit": with_policy.limit.value,
@@ -236,6 +267,31 @@ def _pool(
         "stock_decoding_alone": with_stock.decoding,
         "stock_limit": with_stock.limit.value,
     }
+
+
+def _shared_blocks(
+    policy: KVCachePolicy,
+    options: dict[str, Any],
+    shared_prefix: int | None,
+    prompt_tokens: int,
+    block_size: int,
+) -> int:
+    """Blocks of the prefix that all requests share.
+
+    Raises:
+        KVPolicyError: the policy shares no prefixes.
+    """
+    from vllm_kvplugins.config import parse_prefix
+
+    setting = parse_prefix(options).shared_prefix
+    tokens = shared_prefix
+    if tokens is None:
+        tokens = setting if isinstance(setting, int) else 0
+    if tokens and not policy.keeps_shared_prefix:
+        raise KVPolicyError(
+            coded("KVP050", f"{policy.name} shares no prefix; remove --shared-prefix")
+        )
+    return min(tokens, prompt_tokens - 1) // block_size
 
 
 def _check_start_up(
@@ -352,6 +408,12 @@ def _print(console: Console, figures: dict[str, Any]) -> None:
     if request["host_bytes"]:
         table.add_row("host memory, maximum", "", amount(request["host_bytes"]))
     console.print(table)
+    if figures["shared_blocks"]:
+        shared = figures["shared_blocks"]
+        console.print(
+            f"all requests hold {shared:,} of these blocks once "
+            f"({amount(shared * figures['block_bytes'])}), also with stock vLLM"
+        )
     for line in (*_requested_lines(figures["wanted"]), *_pool_lines(figures)):
         console.print(line)
     for note in figures["notes"]:

@@ -120,7 +120,8 @@ class DraftLayers:
         is_fixed = place < fixed[:, None] * size
         competes = ~is_fixed & (place < competing[:, None] * size)
         own.masked_fill_(~competes, -torch.inf)
-        counts = torch.full_like(competing, len(compaction.retained))
+        kept = compaction.shared_blocks + len(compaction.retained)
+        counts = torch.full_like(competing, kept)
         keep = is_fixed | keep_top(own, (counts - fixed) * size)
         self._residents[row.request_id], _ = self._regions.compact(
             due, resident, owned, competing, keep, counts

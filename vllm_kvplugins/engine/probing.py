@@ -61,7 +61,7 @@ class ProbeRequest:
         first_query: index of its first token among the step's tokens.
         since: token count at its previous compaction; 0 if there was none.
         tokens: its token count.
-        patched_prompt: see ``ProbeOccasion``.
+        patched_prompt, shared: see ``ProbeOccasion``.
         observed: per layer, what the policy observed last; filled by the probes.
     """
 
@@ -71,6 +71,7 @@ class ProbeRequest:
     since: int
     tokens: int
     patched_prompt: Sequence[int] = ()
+    shared: int = 0
     observed: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -126,6 +127,7 @@ class Prober:
                 room,
                 self._model.encode,
                 request.patched_prompt,
+                request.shared,
             )
         )
         for probe in probes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,16 @@ class Row:
         """Tokens computed after the step if the model rejects all drafts."""
         return self.after_tokens - self.draft_tokens
 
+    def since(self, tokens: int) -> Row:
+        """The row without the step's tokens before position ``tokens``."""
+        skipped = max(tokens - self.computed_tokens, 0)
+        return replace(
+            self,
+            computed_tokens=self.computed_tokens + skipped,
+            new_tokens=self.new_tokens - skipped,
+            first_query=self.first_query + skipped,
+        )
+
 
 class RequestPrompts:
     """Prompts of live requests, as far as the policy needs them.
@@ -58,6 +68,7 @@ class RequestPrompts:
         self._policy = policy
         self.tokens: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
         self._turn_ends: dict[str, tuple[int, ...]] = {}
+        self._shared_blocks: dict[str, int] = {}
 
     def add(
         self,
@@ -65,43 +76,52 @@ class RequestPrompts:
         prompt: Sequence[int],
         turn_ends: Sequence[int] | None,
         patched_prompt: Sequence[int],
+        shared_blocks: int = 0,
     ) -> None:
         """Add a new request.
 
         Args:
             turn_ends: token counts at which turns end, if the request sent them.
+            shared_blocks: blocks of its shared prefix.
         """
         policy = self._policy
         if policy.probing is not None or policy.spans is not None:
             self.tokens[request_id] = prompt, patched_prompt
         if policy.turns is not None:
             self._turn_ends[request_id] = policy.turns.turn_ends(prompt, turn_ends)
+        if shared_blocks:
+            self._shared_blocks[request_id] = shared_blocks
 
     def turn_ends(self, request_id: str) -> tuple[int, ...]:
         """Token counts at which turns of the prompt end; empty without turns."""
         return self._turn_ends.get(request_id, ())
 
+    def shared_blocks(self, request_id: str) -> int:
+        """Blocks of the shared prefix; 0 without one."""
+        return self._shared_blocks.get(request_id, 0)
+
     def forget(self, request_id: str) -> None:
         """Remove a request that has ended."""
         self.tokens.pop(request_id, None)
         self._turn_ends.pop(request_id, None)
+        self._shared_blocks.pop(request_id, None)
 
     @property
     def request_ids(self) -> set[str]:
         """Requests that have an entry."""
-        return {*self.tokens, *self._turn_ends}
+        return {*self.tokens, *self._turn_ends, *self._shared_blocks}
 
 
 @dataclass(slots=True)
 class Resident:
-    """The retained region of a request that has been compacted.
+    """The shared prefix and the retained region of a request that has been compacted.
 
     Attributes:
         slot_index: row of the request in the page tables.
         compacted_at: token count at its last compaction.
         tail_block: first logical block behind the retained region.
-        positions: int32 [rows, slots], RoPE position per slot of the retained region,
-            -1 in unused slots.
+        positions: int32 [rows, slots], RoPE position per slot of the prefix and then of
+            the retained region, -1 in unused slots.
     """
 
     slot_index: int
@@ -179,8 +199,8 @@ class PageList:
     """The pages that a request owns at some token count, all layers and heads.
 
     Attributes:
-        pages: int64 [rows, max pages], retained region first, then plain blocks in
-            order; row r uses the first ``owned[r]``.
+        pages: int64 [rows, max pages], shared prefix and retained region first, then
+            plain blocks in order; row r uses the first ``owned[r]``.
         owned: int64 [rows].
         positions: int32 [rows, max pages * block_size]; -1 in unused slots.
     """

@@ -49,10 +49,11 @@ class RetainedRegions:
         return owned.owned - int(row.after_tokens % self.heap.layout.block_size > 0)
 
     def fixed(self, compaction: Compaction, resident: Resident | None) -> torch.Tensor:
-        """int64 [rows]: first pages that stay whole."""
+        """int64 [rows]: first pages that stay whole; the shared prefix always does."""
         if not compaction.fixed_blocks:
             rows, device = self.heap.rows, self.heap.pages.device
-            return torch.zeros(rows, dtype=torch.int64, device=device)
+            shared = compaction.shared_blocks
+            return torch.full((rows,), shared, dtype=torch.int64, device=device)
         assert resident is not None, "a first compaction has no fixed blocks"
         return self.tables.retained(resident.slot_index)[1]
 
@@ -67,33 +68,41 @@ class RetainedRegions:
     ) -> tuple[Resident, torch.Tensor]:
         """Move the tokens that stay into the new retained region.
 
+        The pages of the shared prefix stay where they are: other requests read them.
+
         Args:
             resident: the region before; its slot index becomes invalid.
             keep: bool [rows, slots], the slots that stay.
-            counts: int64 [rows], pages that each row gets.
+            counts: int64 [rows], pages that each row has afterwards, with the prefix.
 
         Returns:
-            The new region; int64 [rows, max pages], its pages.
+            The new region; int64 [rows, max pages], its pages, the prefix's first.
         """
         compaction, max_pages = due.compaction, int(competing.max())
+        size, shared = self.heap.layout.block_size, compaction.shared_blocks
         retained = due.blocks[compaction.retained.start : compaction.retained.stop]
         after = compact(
             self.heap,
-            keep,
-            counts,
-            owned.pages[:, :max_pages],
-            competing,
-            owned.positions[:, : max_pages * self.heap.layout.block_size],
+            keep[:, shared * size :],
+            counts - shared,
+            owned.pages[:, shared:max_pages],
+            competing - shared,
+            owned.positions[:, shared * size : max_pages * size],
             # The pages of the retained region, whichever row owns them now.
             self.heap.page_ids(retained).reshape(-1),
         )
+        pages, positions = after.pages, after.positions
+        if shared:
+            pages = torch.cat([owned.pages[:, :shared], pages], 1)
+            prefix = owned.positions[:, : shared * size]
+            positions = torch.cat([prefix, positions], 1)
         new = Resident(
-            self.tables.assign(after.pages, after.counts, compaction.retained.stop),
+            self.tables.assign(pages, counts, compaction.retained.stop),
             compaction.at_tokens,
             compaction.retained.stop,
-            after.positions,
+            positions,
         )
         # Only now: a request without a slot index would own no pages.
         if resident is not None:
             self.tables.release(resident.slot_index)
-        return new, after.pages
+        return new, pages

@@ -93,7 +93,7 @@ class PolicyRuntime:
         self._compression_seconds: list[float] = []
         self._requests: dict[str, RequestState] = {}
         self._prompts = RequestPrompts(policy)
-        self._plans = PlanCache(policy.plan, geometry)
+        self._plans = PlanCache(policy.plan_request, geometry)
         # The current step: compactions due after it, queries to keep, rows that the
         # policy observes with their pages, and layers that have yet to report.
         self._due: list[DueCompaction] = []
@@ -174,14 +174,19 @@ class PolicyRuntime:
         prompt_tokens: int,
         turn_ends: tuple[int, ...] = (),
         restored: Compaction | None = None,
+        shared_blocks: int = 0,
     ) -> ResidencyPlan:
         """The plan of a request with this prompt."""
-        return self._plans.get(Lengths(prompt_tokens, turn_ends, restored))
+        lengths = Lengths(prompt_tokens, turn_ends, restored, shared_blocks)
+        return self._plans.get(lengths)
 
     def _plan_of(self, request_id: str, prompt_tokens: int) -> ResidencyPlan:
-        turn_ends = self._prompts.turn_ends(request_id)
-        restored = self.request_state(request_id).restored
-        return self.plan(prompt_tokens, turn_ends, restored)
+        return self.plan(
+            prompt_tokens,
+            self._prompts.turn_ends(request_id),
+            self.request_state(request_id).restored,
+            self._prompts.shared_blocks(request_id),
+        )
 
     def add_request(
         self,
@@ -189,14 +194,17 @@ class PolicyRuntime:
         prompt: Sequence[int],
         turn_ends: Sequence[int] | None = None,
         patched_prompt: Sequence[int] = (),
+        shared_blocks: int = 0,
     ) -> None:
-        """Store a new request's prompt and turns, if the policy needs them.
+        """Store a new request's prompt, turns and prefix, if the policy needs them.
 
         Args:
             turn_ends: token counts at which turns end, if the request sent them.
             patched_prompt: token ids that probes use instead of the prompt's end.
+            shared_blocks: blocks of its shared prefix.
         """
-        self._prompts.add(request_id, prompt, turn_ends, patched_prompt)
+        prompts = self._prompts
+        prompts.add(request_id, prompt, turn_ends, patched_prompt, shared_blocks)
 
     # -- one step -----------------------------------------------------------
 
@@ -286,6 +294,7 @@ class PolicyRuntime:
             )
         if not requirements.observes:
             return
+        row = row.since(requirements.observed_from)
         if row.draft_tokens:
             first = self._queries.keep(row.first_query, row.new_tokens)
             state = self._requests.setdefault(row.request_id, RequestState())
@@ -411,6 +420,7 @@ class PolicyRuntime:
                     state.compacted_at,
                     row.after_tokens,
                     patched,
+                    due.compaction.shared_blocks * self.geometry.block_size,
                 )
             )
         prober.run(requests)
@@ -436,6 +446,7 @@ class PolicyRuntime:
         state: RequestState,
         tokens: int,
         blocks: torch.Tensor,
+        prefix: torch.Tensor,
     ) -> None:
         """Let a request continue from a cache that was restored into its blocks.
 
@@ -444,17 +455,18 @@ class PolicyRuntime:
 
         Args:
             tokens: number of restored tokens.
-            blocks: int64, physical ids, from its first resident block on.
+            blocks: int64, physical ids, from its first restored block on.
+            prefix: int64, physical ids of first blocks that hold their tokens already.
         """
         if state != RequestState():
             self._requests[request_id] = state
         plan = self._plan_of(request_id, prompt_tokens)
         due = plan.due(state.compacted_at, tokens)
         if due is not None:
-            freed = state.restored.retained.start if state.restored else 0
+            freed = state.restored.dropped_blocks if state.restored else 0
             row = Row(request_id, prompt_tokens, tokens - 1, 1, 0)
             first = plan.window_start(tokens, self.policy.queries_needed)
-            table = torch.cat([blocks.new_zeros(freed), blocks])
+            table = torch.cat([prefix, blocks.new_zeros(freed), blocks])
             self._compact([DueCompaction(row, due, first, table)])
 
     def mark_lost(self, request_id: str) -> None:

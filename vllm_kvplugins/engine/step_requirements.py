@@ -26,12 +26,15 @@ class StepRequirements:
         first_query: position of the first query that scores it.
         since: keep the step's queries from this position on; None = keep none.
         observes: the policy observes the step.
+        observed_from: position of the first token that it observes. Those of a shared
+            prefix it never does, because other requests may have computed them.
     """
 
     due: Compaction | None
     first_query: int
     since: int | None
     observes: bool
+    observed_from: int = 0
 
     @property
     def of_layers(self) -> bool:
@@ -84,5 +87,11 @@ class StepObserver:
         due = plan.due(row.computed_tokens, tokens) if tokens == cut else None
         decoding = row.computed_tokens >= row.prompt_tokens
         phase = Trigger.DECODE_STEP if decoding else Trigger.PREFILL_CHUNK
-        observes = phase in self._observes
-        return StepRequirements(due, first, since if since < tokens else None, observes)
+        observes = phase in self._observes and tokens > plan.shared_tokens
+        return StepRequirements(
+            due,
+            first,
+            since if since < tokens else None,
+            observes,
+            plan.shared_tokens,
+        )

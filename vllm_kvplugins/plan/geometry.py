@@ -38,11 +38,24 @@ class Lengths:
         turn_ends: token counts at which turns of the prompt end, ascending; see the
             policy's ``turn_ends``.
         restored: the last compaction of the session that the request continues, with
-            ``candidates`` from block 0; None: no session, or one that was never
-            compacted. It is the first compaction of the plan. At least its
+            ``candidates`` from the shared prefix on; None: no session, or one that was
+            never compacted. It is the first compaction of the plan. At least its
             ``at_tokens`` tokens are restored.
+        shared_blocks: blocks of the prefix that other requests share. A policy's
+            ``plan`` always gets 0: the counts are then those of the tokens behind the
+            prefix, and the plan is moved behind it (``KVCachePolicy.plan_request``).
     """
 
     prompt_tokens: int
     turn_ends: tuple[int, ...] = ()
     restored: Compaction | None = None
+    shared_blocks: int = 0
+
+    def behind_prefix(self, block_size: int) -> Lengths:
+        """The counts of the tokens behind the shared prefix."""
+        tokens = self.shared_blocks * block_size
+        restored = self.restored
+        if restored is not None:
+            restored = restored.moved(-self.shared_blocks, block_size)
+        ends = tuple(end - tokens for end in self.turn_ends if end > tokens)
+        return Lengths(self.prompt_tokens - tokens, ends, restored)

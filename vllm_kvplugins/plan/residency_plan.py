@@ -13,12 +13,21 @@ One compaction at token count ``at_tokens``, here the end of a prompt::
 
 Blocks below the first retained region are freed but never modified, so their entries
 in the prefix cache stay valid.
+
+With a shared prefix, the first blocks are neither candidates nor freed: requests with
+the same prefix hold the same blocks, through vLLM's prefix cache::
+
+    blocks  [0 ... shared) [shared ... retained.start) [retained.start ...
+             stays held      freed                       as above
+
+A policy plans the tokens behind the prefix, as if they were the whole request.
+``ResidencyPlan.behind`` moves this plan behind the prefix.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 
@@ -48,12 +57,15 @@ class Compaction:
             tokens move here; all other blocks of ``candidates`` are freed.
         fixed_blocks: size of the previous retained region if it moves here whole, else
             0. Only later tokens then compete, for the remaining blocks.
+        shared_blocks: blocks of the shared prefix, in front of all candidates. They
+            stay in place.
     """
 
     at_tokens: int
     candidates: BlockSpan
     retained: BlockSpan
     fixed_blocks: int = 0
+    shared_blocks: int = 0
 
     def __post_init__(self) -> None:
         inside = self.candidates.start <= self.retained.start < self.retained.stop
@@ -67,11 +79,39 @@ class Compaction:
                 f"retained region {self.retained} cannot hold {self.fixed_blocks} "
                 "fixed blocks"
             )
+        if not 0 <= self.shared_blocks <= self.candidates.start:
+            raise ValueError(
+                f"candidates {self.candidates} overlap the {self.shared_blocks} blocks "
+                "of the shared prefix"
+            )
 
     @property
     def freed(self) -> BlockSpan:
         """Blocks that go back to vLLM's pool."""
         return BlockSpan(self.candidates.start, self.retained.start)
+
+    @property
+    def dropped_blocks(self) -> int:
+        """Number of blocks of the request that are free after it, earlier ones too."""
+        return self.retained.start - self.shared_blocks
+
+    def moved(self, blocks: int, block_size: int) -> Compaction:
+        """The same compaction where the shared prefix is longer by some blocks.
+
+        Args:
+            blocks: negative to make the prefix shorter.
+        """
+        spans = (self.candidates, self.retained)
+        candidates, retained = (
+            BlockSpan(span.start + blocks, span.stop + blocks) for span in spans
+        )
+        return Compaction(
+            self.at_tokens + blocks * block_size,
+            candidates,
+            retained,
+            self.fixed_blocks,
+            self.shared_blocks + blocks,
+        )
 
 
 _AT_TOKENS = attrgetter("at_tokens")
@@ -87,6 +127,8 @@ class DecodeCompaction:
 
     Attributes:
         first_at_block: number of full blocks at the first compaction.
+        shared_blocks: of the shared prefix, see :class:`Compaction`; they count in
+            ``first_at_block``, but not in what is kept.
     """
 
     first_at_block: int
@@ -94,6 +136,7 @@ class DecodeCompaction:
     keep_blocks: int
     whole_layers: int = 0
     num_layers: int = 1
+    shared_blocks: int = 0
 
     def __post_init__(self) -> None:
         if min(self.interval_blocks, self.keep_blocks) < 1:
@@ -102,7 +145,7 @@ class DecodeCompaction:
                 f"at least one block, got {self.interval_blocks} and "
                 f"{self.keep_blocks}"
             )
-        if self.first_at_block <= self.keep_blocks:
+        if self.first_at_block - self.shared_blocks <= self.keep_blocks:
             raise ValueError(
                 f"a compaction at block {self.first_at_block} that keeps "
                 f"{self.keep_blocks} blocks frees nothing"
@@ -119,8 +162,9 @@ class DecodeCompaction:
         than their part, the others less.
         """
         compacted = (self.num_layers - self.whole_layers) * self.keep_blocks
-        size = -(-(compacted + self.whole_layers * stop) // self.num_layers)
-        return BlockSpan(max(stop - size, 0), stop)
+        whole = self.whole_layers * (stop - self.shared_blocks)
+        size = -(-(compacted + whole) // self.num_layers)
+        return BlockSpan(max(stop - size, self.shared_blocks), stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +178,23 @@ class ResidencyPlan:
         decode_compaction: compactions after ``compactions``, while the request
             generates; None: the request grows.
         notes: messages for the user, logged once per request.
+        shared_blocks: blocks of the shared prefix; 0: there is none.
     """
 
     block_size: int
     compactions: tuple[Compaction, ...] = ()
     decode_compaction: DecodeCompaction | None = None
     notes: tuple[str, ...] = ()
+    shared_blocks: int = 0
 
     def __post_init__(self) -> None:
-        previous_at = first_held = 0
+        previous_at, first_held = 0, self.shared_blocks
+        for part in (*self.compactions, self.decode_compaction):
+            if part is not None and part.shared_blocks != self.shared_blocks:
+                raise ValueError(
+                    f"{part} has another shared prefix than the plan, which has "
+                    f"{self.shared_blocks} blocks"
+                )
         for compaction in self.compactions:
             if compaction.at_tokens <= previous_at:
                 raise ValueError(
@@ -168,6 +220,29 @@ class ResidencyPlan:
                 f"prompt at {previous_at} tokens"
             )
 
+    def behind(self, shared_blocks: int) -> ResidencyPlan:
+        """This plan behind a shared prefix, as the plan of the whole request."""
+        decoding = self.decode_compaction
+        if decoding is not None:
+            decoding = replace(
+                decoding,
+                first_at_block=decoding.first_at_block + shared_blocks,
+                shared_blocks=decoding.shared_blocks + shared_blocks,
+            )
+        return replace(
+            self,
+            compactions=tuple(
+                each.moved(shared_blocks, self.block_size) for each in self.compactions
+            ),
+            decode_compaction=decoding,
+            shared_blocks=self.shared_blocks + shared_blocks,
+        )
+
+    @property
+    def shared_tokens(self) -> int:
+        """Number of tokens in the blocks of the shared prefix."""
+        return self.shared_blocks * self.block_size
+
     # -- the sequence of compactions ------------------------------------------
 
     def compaction(self, index: int) -> Compaction:
@@ -180,10 +255,15 @@ class ResidencyPlan:
         stop = decoding.first_at_block + step * decoding.interval_blocks
         if step:
             start = decoding.retained(stop - decoding.interval_blocks).start
+        elif self.compactions:
+            start = self.compactions[-1].retained.start
         else:
-            start = self.compactions[-1].retained.start if self.compactions else 0
+            start = self.shared_blocks
         return Compaction(
-            stop * self.block_size, BlockSpan(start, stop), decoding.retained(stop)
+            stop * self.block_size,
+            BlockSpan(start, stop),
+            decoding.retained(stop),
+            shared_blocks=self.shared_blocks,
         )
 
     def num_done(self, computed_tokens: int) -> int:
@@ -245,10 +325,10 @@ class ResidencyPlan:
         """Position of the first query that the compaction at ``cut`` needs.
 
         The compaction needs the newest ``num_queries`` queries, without those before
-        the previous compaction.
+        the previous compaction and without those of the shared prefix.
         """
         done = self.num_done(cut - 1)
-        previous = self.compaction(done - 1).at_tokens if done else 0
+        previous = self.compaction(done - 1).at_tokens if done else self.shared_tokens
         return max(cut - num_queries, previous)
 
     def can_start_at(
@@ -287,8 +367,13 @@ class ResidencyPlan:
     def resident_blocks(self, computed_tokens: int) -> int:
         """Number of held blocks after computing ``computed_tokens``."""
         total = -(-computed_tokens // self.block_size)
-        done = self.num_done(computed_tokens)
-        return total - (self.compaction(done - 1).retained.start if done else 0)
+        return total - self.dropped_blocks(self.num_done(computed_tokens))
+
+    def dropped_blocks(self, num_compactions: int) -> int:
+        """Number of blocks that are free after the first ``num_compactions``."""
+        if not num_compactions:
+            return 0
+        return self.compaction(num_compactions - 1).dropped_blocks
 
     def peak_blocks(
         self,
@@ -314,11 +399,9 @@ class ResidencyPlan:
             return -(-slots // self.block_size)
 
         done = self.num_done(total_tokens)
-        first_held = self.compaction(done - 1).retained.start if done else 0
-        block_counts = [blocks_at(total_tokens) - first_held]
+        block_counts = [blocks_at(total_tokens) - self.dropped_blocks(done)]
         for index in range(since, done):
-            compaction = self.compaction(index)
             # Just before a compaction frees, all its candidates are still held.
-            blocks = blocks_at(compaction.at_tokens)
-            block_counts.append(blocks - compaction.candidates.start)
+            blocks = blocks_at(self.compaction(index).at_tokens)
+            block_counts.append(blocks - self.dropped_blocks(index))
         return max(block_counts)

@@ -6,7 +6,7 @@ never allocates its null block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 
 from vllm_kvplugins.other_layers import OtherLayers
@@ -50,6 +50,11 @@ class Footprint:
     decode_peak: int
     end: int
     positions: int
+
+    def without(self, shared_blocks: int) -> Footprint:
+        """The blocks that a request holds beyond a prefix that all requests share."""
+        blocks = (count - shared_blocks for count in astuple(self))
+        return Footprint(*blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,6 +245,27 @@ class KVCachePolicy(BaseModel, ABC):
 
     # -- derived; not hooks --------------------------------------------------------
 
+    @final
+    def plan_request(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
+        """The plan of a request: ``plan`` of the tokens behind its shared prefix.
+
+        The policy's budget is therefore what the request holds beyond the prefix.
+        """
+        if not lengths.shared_blocks:
+            return self.plan(lengths, geometry)
+        behind = lengths.behind_prefix(geometry.block_size)
+        return self.plan(behind, geometry).behind(lengths.shared_blocks)
+
+    @property
+    @final
+    def keeps_shared_prefix(self) -> bool:
+        """Whether requests can hold a shared prefix on the device.
+
+        Policies with ``retrieval`` or ``spans`` keep all tokens of a request on the
+        host or as spans, where requests share nothing.
+        """
+        return self.host_storage is None
+
     @property
     @final
     def host_storage(self) -> HostStorage | None:

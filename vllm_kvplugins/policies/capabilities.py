@@ -121,6 +121,8 @@ class ProbeOccasion:
         encode: the model's tokenizer.
         patched_prompt: token ids that the request asks to run as its probe; empty if
             it asks for none.
+        shared: number of first tokens that stay in any case, a shared prefix. Probes
+            need not score them.
     """
 
     prompt: Sequence[int]
@@ -129,6 +131,7 @@ class ProbeOccasion:
     room: int
     encode: Encode
     patched_prompt: Sequence[int] = ()
+    shared: int = 0
 
 
 class Probing(ABC):

@@ -53,6 +53,8 @@ RESERVED_SETTINGS = frozenset(
         "session_dtype",
         "session_dir",
         "session_disk",
+        "shared_prefix",
+        "shared_prefix_limit",
     }
 )
 

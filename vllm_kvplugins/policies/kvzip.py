@@ -50,8 +50,9 @@ class Repetition(Probing):
         announced = max(len(whole), len(part) + _LEAD_TOKENS)
         size = min(self.chunk, occasion.room - announced)
         probes = []
-        survivors = range(occasion.since)
-        for start in range(occasion.since, occasion.tokens, size):
+        first = max(occasion.since, occasion.shared)
+        survivors = range(min(occasion.shared, occasion.since), occasion.since)
+        for start in range(first, occasion.tokens, size):
             stop = min(start + size, occasion.tokens)
             lead = [*part, *prompt[start - _LEAD_TOKENS : start]] if start else whole
             again = [*lead, *prompt[start:stop]]
@@ -64,8 +65,9 @@ class Repetition(Probing):
         about, positions = view.probe.about, view.positions
         tokens = int(view.query_positions[0])
         scored = (positions >= about.start) & (positions < about.stop)
-        always = max(self.sinks, view.probe.survivors.stop)
-        scored |= (positions >= 0) & (positions < always)
+        kept = view.probe.survivors
+        scored |= (positions >= kept.start) & (positions < kept.stop)
+        scored |= (positions >= 0) & (positions < self.sinks)
         scored |= positions >= tokens
         columns = scored.any(0).nonzero().squeeze(1)
         scored_positions = positions.masked_fill(~scored, -1)[:, columns]

@@ -22,8 +22,8 @@ class Session:
         owner: digest of cache salt, adapter and patched prompt; only requests with the
             same digest can continue the session.
         tokens: int32 [n], IDs of all tokens, with those that were dropped.
-        compaction: the last compaction, with candidates from block 0; None: keys and
-            values of all tokens are resident.
+        compaction: the last compaction, with candidates from the shared prefix on;
+            None: keys and values of all tokens are resident.
         num_bytes: host memory, over all ranks.
         first_query: position of the first stored query; the number of tokens if no
             query is stored.
@@ -43,8 +43,22 @@ class Session:
 
     @property
     def first_block(self) -> int:
-        """First logical block that is resident."""
+        """First logical block that the session stores.
+
+        It does not store a shared prefix in front of tokens that were dropped: only
+        requests that find the prefix in the prefix cache continue the session.
+        """
         return self.compaction.retained.start if self.compaction else 0
+
+    @property
+    def shared_blocks(self) -> int:
+        """First blocks that it does not store, because they are a shared prefix."""
+        return self.compaction.shared_blocks if self.compaction else 0
+
+    @property
+    def dropped_blocks(self) -> int:
+        """Number of blocks that were dropped, those of a shared prefix not counted."""
+        return self.compaction.dropped_blocks if self.compaction else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +82,12 @@ class Load:
 
     Attributes:
         prompt_tokens: length of the request's prompt.
-        blocks: physical IDs, from the first resident block of the session.
+        blocks: physical IDs, from the first resident block of the session; behind
+            those of ``prefix``.
         in_place: the session was saved from these blocks, and no other request has
             written to them since; nothing is copied.
+        prefix: physical IDs of the first blocks of a shared prefix that come from the
+            prefix cache. Others may read them, so nothing is copied there.
     """
 
     session_id: str
@@ -79,6 +96,7 @@ class Load:
     tokens: int
     blocks: tuple[int, ...]
     in_place: bool = False
+    prefix: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -234,17 +234,18 @@ class SessionDirectory:
         prompt_tokens: int,
         blocks: Iterable[int],
         in_place: bool = False,
+        prefix: Iterable[int] = (),
     ) -> None:
         """Command the workers to load a session into the blocks of a request.
 
         Args:
-            blocks, in_place: see ``Load``.
+            blocks, in_place, prefix: see ``Load``.
         """
         session_id = match.session.session_id
         self.stop_waiting(request_id)
         assert self._entries[session_id].memory == "present", "not in memory"
         args = (session_id, request_id, prompt_tokens, match.tokens, tuple(blocks))
-        self._commands.loads.append(Load(*args, in_place))
+        self._commands.loads.append(Load(*args, in_place, tuple(prefix)))
         self.counts.hits += 1
         self.counts.device_hits += in_place
         self.counts.restored_tokens += match.tokens

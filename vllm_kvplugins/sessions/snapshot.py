@@ -4,6 +4,9 @@
 
     retained region: counts differ by row     tail: whole blocks, the last one partial
     [ p p p ][ p ][ p p ] ...                 [ b b b ] of every row
+
+The snapshot of a compacted request has no shared prefix: the request that continues it
+finds these blocks in vLLM's prefix cache.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ class CacheSnapshot:
 
     Attributes:
         tokens: number of tokens, with dropped ones.
-        compaction: the last compaction, with candidates from block 0; None: none.
+        compaction: the last compaction, with candidates from the shared prefix on;
+            None: none.
         counts: int64 [rows], pages of the retained region per (layer, KV head).
         positions: int32 [rows, max pages * block_size], of the retained region.
         retained: [sum of counts, page_elems], stored pages of the retained region, row
@@ -143,10 +147,13 @@ def copy_out(
     if resident is None:
         counts = counts.new_zeros(heap.rows)
     else:
+        assert compaction is not None, "a retained region without a compaction"
+        shared = compaction.shared_blocks
         pages, counts = tables.retained(resident.slot_index)
+        pages, counts = pages[:, shared:], counts - shared
         place = torch.arange(pages.shape[1], device=pages.device)
         retained_ids = pages[place < counts[:, None]]
-        positions = resident.positions.clone()
+        positions = resident.positions[:, shared * size :].clone()
     tail = stored.copy_out(tail_ids.reshape(-1))
     if tokens % size:
         last = tail.view(heap.rows, -1, tail.shape[1])[:, -1]
@@ -190,12 +197,15 @@ def copy_in(
     saved: CacheSnapshot,
     tokens: int,
     blocks: torch.Tensor,
+    prefix: torch.Tensor,
 ) -> Resident | None:
     """Fill blocks of the pool with the first ``tokens`` tokens of a snapshot.
 
     Args:
         stored: the format of the snapshot's pages.
-        blocks: int64, physical IDs, from the first resident block.
+        blocks: int64, physical IDs, from the first resident block; behind ``prefix``.
+        prefix: int64, physical IDs of first blocks that hold their tokens already.
+            Without a compaction, the snapshot has these tokens too.
 
     Returns:
         The request's retained region, with a slot index; None if it has none.
@@ -204,34 +214,40 @@ def copy_in(
         memory, and the host waits for each piece.
     """
     size, rows = heap.layout.block_size, heap.rows
-    first = saved.compaction.retained.start if saved.compaction else 0
     in_retained = len(saved.compaction.retained) if saved.compaction else 0
-    tail_blocks = -(-tokens // size) - first - in_retained
-    assert 0 <= tail_blocks <= saved.tail.shape[0] // rows, (
-        "the snapshot has fewer tokens"
-    )
-    tail_ids = heap.page_ids(blocks[in_retained : in_retained + tail_blocks])
+    # Blocks of the tail: first and last that are copied, all that the snapshot has.
+    start = 0 if saved.compaction else prefix.numel()
+    stop = -(-tokens // size)
+    stop -= saved.compaction.retained.stop if saved.compaction else 0
+    saved_blocks = saved.tail.shape[0] // rows
+    assert 0 <= stop <= saved_blocks, "the snapshot has fewer tokens"
+    tail_ids = heap.page_ids(blocks[in_retained : in_retained + stop - start])
     which = None
-    if tail_blocks < saved.tail.shape[0] // rows:
+    if (start, stop) != (0, saved_blocks):
         every = torch.arange(saved.tail.shape[0], device="cpu")
-        which = every.view(rows, -1)[:, :tail_blocks].reshape(-1)
+        which = every.view(rows, -1)[:, start:stop].reshape(-1)
     stored.copy_in(tail_ids.reshape(-1), saved.tail, which)
     if saved.compaction is None:
         return None
     pool = heap.page_ids(blocks[:in_retained]).reshape(-1)
     assert pool.numel() == int(saved.counts.sum()), "pages must balance"
     stored.copy_in(pool, saved.retained)
-    return _register(tables, saved, saved.compaction, pool)
+    return _register(tables, saved, saved.compaction, pool, heap.page_ids(prefix))
 
 
 def reuse_in_place(
-    tables: PageTables, saved: CacheSnapshot, blocks: Sequence[int]
+    heap: Heap,
+    tables: PageTables,
+    saved: CacheSnapshot,
+    blocks: Sequence[int],
+    prefix: torch.Tensor,
 ) -> Resident | None:
     """Continue in the blocks from which a snapshot was copied.
 
     Args:
         blocks: physical IDs, from the first resident block; no request has written to
             them since.
+        prefix: as in :func:`copy_in`.
 
     Returns:
         The request's retained region, with a slot index; None if it has none.
@@ -245,7 +261,8 @@ def reuse_in_place(
     )
     if saved.compaction is None:
         return None
-    return _register(tables, saved, saved.compaction, place.retained)
+    prefix_pages = heap.page_ids(prefix)
+    return _register(tables, saved, saved.compaction, place.retained, prefix_pages)
 
 
 def _register(
@@ -253,16 +270,26 @@ def _register(
     saved: CacheSnapshot,
     compaction: Compaction,
     retained: torch.Tensor,
+    prefix: torch.Tensor,
 ) -> Resident:
-    """Register a retained region.
+    """Register a retained region and the shared prefix before it.
 
     Args:
         retained: int64 [sum of counts], page IDs, row by row.
+        prefix: int64 [rows, blocks], page IDs of the shared prefix.
     """
+    shared = prefix.shape[1]
+    assert shared == compaction.shared_blocks, "the prefix is not in the prefix cache"
     place = torch.arange(int(saved.counts.max()), device=retained.device)
     pages = retained.new_zeros(saved.counts.numel(), place.numel())
     pages[place < saved.counts[:, None]] = retained
     tail_block, positions = compaction.retained.stop, saved.positions.clone()
+    counts = saved.counts + shared
+    if shared:
+        tokens = shared * (positions.shape[1] // pages.shape[1])
+        exact = torch.arange(tokens, dtype=torch.int32, device=positions.device)
+        positions = torch.cat([exact.expand(len(positions), -1), positions], 1)
+        pages = torch.cat([prefix, pages], 1)
     # The last step that can fail, so that no error leaves a slot index assigned.
-    slot_index = tables.assign(pages, saved.counts, tail_block)
+    slot_index = tables.assign(pages, counts, tail_block)
     return Resident(slot_index, compaction.at_tokens, tail_block, positions)

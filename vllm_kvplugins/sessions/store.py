@@ -48,6 +48,7 @@ class CacheTransfer(Protocol):
         tokens: int,
         blocks: tuple[int, ...],
         in_place: bool,
+        prefix: tuple[int, ...],
     ) -> None:
         """Let a request continue from a snapshot.
 
@@ -192,6 +193,7 @@ class SessionStore:
                 load.tokens,
                 load.blocks,
                 load.in_place,
+                load.prefix,
             )
         except COPY_ERRORS as error:
             # Keep the snapshot until the scheduler drops it: steps that are already

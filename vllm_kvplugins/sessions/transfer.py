@@ -69,7 +69,7 @@ class Transfer:
         Call before the runtime forgets the request.
 
         Args:
-            compaction: its last compaction, with candidates from block 0.
+            compaction: its last compaction, with candidates from the shared prefix on.
             tokens: number of tokens to save.
             blocks: physical IDs, from its first resident block.
             first_query: position of the first query to save; ``tokens``: save none.
@@ -131,6 +131,7 @@ class Transfer:
         tokens: int,
         blocks: Sequence[int],
         in_place: bool = False,
+        prefix: Sequence[int] = (),
     ) -> None:
         """Let a request continue from a snapshot.
 
@@ -140,6 +141,7 @@ class Transfer:
             tokens: number of saved tokens to restore.
             blocks: physical IDs, from its first resident block.
             in_place: whether these blocks still hold the snapshot.
+            prefix: physical IDs of first blocks that hold their tokens already.
 
         Raises:
             COPY_ERRORS: a copy failed, for example because device memory is full. The
@@ -151,14 +153,17 @@ class Transfer:
         runtime.forget([request_id])
         try:
             ids, on_device = self._ids(blocks), self._on_device(saved)
+            shared, heap = self._ids(prefix), self._heap
             if in_place:
-                resident = reuse_in_place(runtime.tables, on_device, blocks)
+                resident = reuse_in_place(
+                    heap, runtime.tables, on_device, blocks, shared
+                )
             else:
                 resident = copy_in(
-                    self._heap, self._stored, runtime.tables, on_device, tokens, ids
+                    heap, self._stored, runtime.tables, on_device, tokens, ids, shared
                 )
             state = self._restored_state(request_id, saved, on_device, tokens, resident)
-            runtime.resume(request_id, prompt_tokens, state, tokens, ids)
+            runtime.resume(request_id, prompt_tokens, state, tokens, ids, shared)
         except COPY_ERRORS:
             in_table = runtime.request_state(request_id).resident is not None
             if resident is not None and not in_table:

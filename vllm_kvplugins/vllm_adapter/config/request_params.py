@@ -1,4 +1,4 @@
-"""Parameters of a request: turn ends, the patched prompt, whether it uses sessions.
+"""Parameters of a request: turn ends, patched prompt, sessions, shared prefix.
 
 They are in ``SamplingParams.extra_args``; over HTTP, clients send them in
 ``vllm_xargs``.
@@ -14,6 +14,7 @@ from vllm_kvplugins.policies.base import KVCachePolicy
 TURN_ENDS = "turn_ends"
 PATCHED_PROMPT = "patched_prompt"
 KV_SESSION = "kv_session"
+SHARED_PREFIX = "shared_prefix"
 _TRANSFER = "kv_transfer_params"  # vLLM's
 _SHOWN_CHARACTERS = 100  # of an invalid value, in the error message
 
@@ -33,6 +34,51 @@ def requested_patched_prompt(sampling_params: Any) -> list[int]:
 def uses_sessions(sampling_params: Any) -> bool:
     """Whether the request continues a session and leaves one, where sessions are on."""
     return bool(_extra_args(sampling_params).get(KV_SESSION, True))
+
+
+def shared_blocks(
+    policy: KVCachePolicy, sampling_params: Any, prompt_tokens: int, block_size: int
+) -> int:
+    """Blocks of a request's shared prefix; 0 without one.
+
+    Scheduler and workers compute the same. Depends on the request alone and not on the
+    prefix cache, so that an answer does not depend on other requests.
+    """
+    tokens = requested_shared_prefix(sampling_params)
+    if not tokens or not policy.keeps_shared_prefix:
+        return 0
+    # The last token of a prompt is always computed.
+    return max(min(tokens, prompt_tokens - 1), 0) // block_size
+
+
+def requested_shared_prefix(sampling_params: Any) -> int | None:
+    """Tokens of the request's shared prefix; None if it names none."""
+    tokens: int | None = _extra_args(sampling_params).get(SHARED_PREFIX)
+    return tokens
+
+
+def shared_prefix_problem(sampling_params: Any, are_shared: bool) -> str | None:
+    """Why the request's shared prefix is invalid; None if it is valid.
+
+    Args:
+        are_shared: whether the server shares prefixes.
+    """
+    tokens = requested_shared_prefix(sampling_params)
+    if tokens is None:
+        return None
+    if type(tokens) is not int or tokens < 0:
+        return coded(
+            "KVP513",
+            f"shared_prefix must be a number of tokens, 0 or more, got {shown(tokens)}",
+        )
+    if tokens and not are_shared:
+        return coded(
+            "KVP513",
+            f"shared_prefix is {tokens}, but this server shares no prefixes: its KV "
+            "policy keeps tokens on the host or as spans, prefix caching is off, or "
+            '"shared_prefix" is "none"; remove shared_prefix',
+        )
+    return None
 
 
 def kv_session_problem(sampling_params: Any, sessions_on: bool) -> str | None:

@@ -88,7 +88,8 @@ _EVERYWHERE = {
     "render_messages_async(messages params) tokenize_prompts(prompts params) "
     "tokenize_prompts_async(prompts params)",
     "vllm.renderers:ChatParams": "chat_template_kwargs",
-    "vllm.renderers.params:TokenizeParams": "add_special_tokens return_token_offsets",
+    "vllm.renderers.params:TokenizeParams": "add_special_tokens return_token_offsets "
+    "max_total_tokens max_output_tokens pad_prompt_tokens truncate_prompt_tokens",
     "vllm:SamplingParams": "extra_args",
     "vllm.config:VllmConfig": "additional_config cache_config "
     "compilation_config kv_transfer_config lora_config model_config parallel_config "
@@ -130,7 +131,7 @@ _EVERYWHERE = {
     "new_block_ids_to_zero scheduled_spec_decode_tokens scheduled_cached_reqs "
     "num_scheduled_tokens kv_connector_block_state",
     f"{_CORE}.sched.output:NewRequestData": "req_id prompt_token_ids sampling_params "
-    "prefill_token_ids block_ids num_computed_tokens",
+    "prefill_token_ids prompt_embeds block_ids num_computed_tokens",
     f"{_CORE}.sched.output:CachedRequestData": "req_ids resumed_req_ids new_token_ids "
     "all_token_ids new_block_ids num_computed_tokens num_output_tokens",
     f"{_CORE}.sched.output:KVConnectorBlockState": "resolve_block_ids",

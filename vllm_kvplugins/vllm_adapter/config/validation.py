@@ -40,6 +40,24 @@ _STOCK_WORKERS = (
 )
 
 
+def prefix_problems(vllm_config: VllmConfig, request: dict[str, Any]) -> list[str]:
+    """Why a shared prefix that the user has set cannot be shared.
+
+    Args:
+        request: the policy's settings, as the user wrote them.
+    """
+    wanted = request.get("shared_prefix", "none")
+    if wanted == "none" or vllm_config.cache_config.enable_prefix_caching:
+        return []
+    return [
+        coded(
+            "KVP050",
+            f"shared_prefix {wanted!r} needs vLLM's prefix cache, which is off; remove "
+            "--no-enable-prefix-caching, or shared_prefix",
+        )
+    ]
+
+
 def episode_problems(policy: KVCachePolicy) -> list[str]:
     """Packages that a policy with episodes needs and that are not installed."""
     routing = policy.episode_routing

@@ -35,6 +35,7 @@ from vllm_kvplugins.plan.geometry import Lengths
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of
 from vllm_kvplugins.vllm_adapter.config.request_params import PATCHED_PROMPT, TURN_ENDS
+from vllm_kvplugins.vllm_adapter.frontend import shared_prefix
 from vllm_kvplugins.vllm_adapter.frontend.conversation_turns import questions_of
 
 logger = init_logger("vllm.kv_policy")
@@ -93,8 +94,11 @@ def request_parameters(
         VLLMValidationError: the encoder failed.
     """
     tokens = prompt["prompt_token_ids"]
-    lengths = Lengths(len(tokens), tuple(turn_ends))
-    if policy.plan(lengths, geometry_of(renderer.config)).is_static:
+    geometry = geometry_of(renderer.config)
+    prefix = shared_prefix.tokens_of(renderer.config, policy, prompt)
+    shared = min(prefix, len(tokens) - 1) // geometry.block_size
+    lengths = Lengths(len(tokens), tuple(turn_ends), shared_blocks=shared)
+    if policy.plan_request(lengths, geometry).is_static:
         return {}
     parameters: dict[str, Any] = {TURN_ENDS: turn_ends}
     routing = policy.episode_routing

@@ -1,4 +1,4 @@
-"""Finds the turn ends of chat requests while vLLM renders them.
+"""Finds turn ends and system prompts of chat requests while vLLM renders them.
 
 Only the front end has the messages and the chat template. ``turn_search`` renders each
 chat once more and compares. Request parameters that are found in this way travel with
@@ -22,7 +22,7 @@ from vllm_kvplugins.vllm_adapter.config.request_params import (
     TURN_ENDS,
     requested_turn_ends,
 )
-from vllm_kvplugins.vllm_adapter.frontend import chat_episodes
+from vllm_kvplugins.vllm_adapter.frontend import chat_episodes, shared_prefix
 from vllm_kvplugins.vllm_adapter.frontend.conversation_turns import turn_starts
 from vllm_kvplugins.vllm_adapter.frontend.turn_search import (
     RenderedChat,
@@ -91,7 +91,8 @@ class _Call:
 
     Attributes:
         arguments: arguments of the call. If the policy needs turns, the tokenizer is to
-            report the characters of each token, and contents are no iterators.
+            report the characters of each token. Contents that are read again are no
+            iterators.
     """
 
     def __init__(self, renderer: BaseRenderer, bound: inspect.BoundArguments) -> None:
@@ -102,6 +103,11 @@ class _Call:
         turns = policy.turns if policy is not None else None
         needs_turns = turns and (turns.finds_in_prompt or turns.history_only)
         self._policy = policy if needs_turns else None
+        self._finds_prefix = policy is not None and shared_prefix.are_found_in_chats(
+            renderer.config, policy
+        )
+        if self._finds_prefix:
+            materialize(self.arguments["conversations"])
         if turns is None or self._policy is None:
             return
         self._history_only = turns.history_only
@@ -113,6 +119,8 @@ class _Call:
 
     async def add_parameters(self, prompts: Sequence[Any], steps: Steps) -> None:
         """Add the parameters of its request to each prompt."""
+        if self._finds_prefix:
+            await self._add_prefixes(prompts, steps)
         if self._policy is None:
             return
         conversations = self.arguments["conversations"]
@@ -134,6 +142,30 @@ class _Call:
                 parameters = {TURN_ENDS: []} | parameters
             prompt[REQUEST_PARAMETERS] = parameters
 
+    async def _add_prefixes(self, prompts: Sequence[Any], steps: Steps) -> None:
+        """Add the length of its system prompt to each prompt."""
+        for messages, prompt in zip(
+            self.arguments["conversations"], prompts, strict=True
+        ):
+            tokens = prompt.get("prompt_token_ids")
+            if tokens is not None:
+                chat = self._rendered(messages, [], prompt, None)
+                found = await shared_prefix.system_prompt_tokens(chat, steps)
+                prompt[shared_prefix.PROMPT_KEY] = found
+
+    def _rendered(
+        self, messages: Any, starts: list[int], prompt: Any, offsets: Any
+    ) -> RenderedChat:
+        return RenderedChat(
+            messages,
+            starts,
+            self.arguments["chat_params"],
+            self.arguments.get("tok_params") or self._renderer.default_chat_tok_params,
+            prompt["prompt_token_ids"],
+            prompt.get("prompt"),
+            offsets,
+        )
+
     async def _parameters(
         self, messages: Any, prompt: Any, offsets: Any, steps: Steps
     ) -> dict[str, Any]:
@@ -141,15 +173,7 @@ class _Call:
         starts = turn_starts(messages)
         if self._history_only and not any(starts):
             return {}  # There is no history.
-        chat = RenderedChat(
-            messages,
-            starts,
-            self.arguments["chat_params"],
-            self.arguments["tok_params"],
-            prompt["prompt_token_ids"],
-            prompt.get("prompt"),
-            offsets,
-        )
+        chat = self._rendered(messages, starts, prompt, offsets)
         ends = await turn_ends(chat, self._renderer.get_tokenizer(), steps)
         if not self._history_only:
             return {TURN_ENDS: ends}

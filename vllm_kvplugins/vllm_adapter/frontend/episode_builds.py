@@ -31,6 +31,7 @@ from vllm_kvplugins.vllm_adapter.frontend.chat_episodes import (
     EMBEDDING_JOB,
     OTHER_EPISODES,
 )
+from vllm_kvplugins.vllm_adapter.frontend.shared_prefix import PROMPT_KEY
 
 logger = init_logger("vllm.kv_policy")
 
@@ -50,11 +51,13 @@ class EpisodeBuild:
         history: token IDs of the prompt.
         patched_prompt: token IDs that identify the episode.
         salt: cache salt of the client's request.
+        shared_prefix: tokens of its system prompt.
     """
 
     history: tuple[int, ...]
     patched_prompt: tuple[int, ...]
     salt: str | None
+    shared_prefix: int = 0
 
 
 class EpisodeBuilder:
@@ -203,6 +206,7 @@ def _builds_of(prompt: dict[str, Any]) -> list[EpisodeBuild]:
             tuple(prompt["prompt_token_ids"][: parameters[TURN_ENDS][-1]]),
             tuple(parameters[PATCHED_PROMPT]),
             prompt.get("cache_salt"),
+            prompt.get(PROMPT_KEY, 0),
         )
         for parameters in prompt.get(OTHER_EPISODES, ())
     ]
@@ -214,6 +218,8 @@ async def _run_build(engine: Any, build: EpisodeBuild) -> None:
         "type": "token",
         "prompt_token_ids": list(build.history),
     }
+    if build.shared_prefix:
+        prompt[PROMPT_KEY] = build.shared_prefix
     if build.salt is not None:
         prompt["cache_salt"] = build.salt
     parameters = {

@@ -30,15 +30,19 @@ from vllm_kvplugins.vllm_adapter.config.layer_groups import other_blocks
 from vllm_kvplugins.vllm_adapter.config.pool import blocks_per_engine, pool_problem
 from vllm_kvplugins.vllm_adapter.config.request_params import (
     KV_SESSION,
+    SHARED_PREFIX,
     kv_session_problem,
     patched_prompt_problem,
     requested_patched_prompt,
+    requested_shared_prefix,
     requested_turn_ends,
+    shared_blocks,
+    shared_prefix_problem,
     shown,
     transfer_problem,
     turn_ends_problem,
 )
-from vllm_kvplugins.vllm_adapter.frontend import chat_turns
+from vllm_kvplugins.vllm_adapter.frontend import chat_turns, shared_prefix
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,9 +78,13 @@ def install() -> None:
                 value=True,
             )
         request = original(self, *args, **kwargs)
+        prompt = arguments.get("prompt")
         if policy.turns is not None:
-            prompt = arguments.get("prompt")
             chat_turns.add_parameters(policy, prompt, request.sampling_params)
+        _check_shared_prefix(self.vllm_config, policy, request)
+        shared_prefix.add_parameter(
+            self.vllm_config, policy, prompt, request.sampling_params
+        )
         _validate(self.vllm_config, policy, request)
         return request
 
@@ -186,6 +194,17 @@ def _check_kv_session(vllm_config: VllmConfig, request: Any) -> None:
         raise VLLMValidationError(problem, parameter=KV_SESSION)
 
 
+def _check_shared_prefix(
+    vllm_config: VllmConfig, policy: KVCachePolicy, request: Any
+) -> None:
+    params = request.sampling_params
+    are_shared = shared_prefix.are_shared(vllm_config, policy)
+    problem = shared_prefix_problem(params, are_shared)
+    if problem is not None:
+        value = shown(requested_shared_prefix(params))
+        raise VLLMValidationError(problem, parameter=SHARED_PREFIX, value=value)
+
+
 def _check_patched_prompt(
     vllm_config: VllmConfig, policy: KVCachePolicy, request: Any
 ) -> None:
@@ -214,13 +233,13 @@ def _check_pool(vllm_config: VllmConfig, policy: KVCachePolicy, request: Any) ->
     pool_blocks = blocks
     requested = requested_turn_ends(request.sampling_params)
     turn_ends = policy.find_turn_ends(request.prompt_token_ids or (), requested)
-    plan = policy.plan(Lengths(prompt_tokens, turn_ends), geometry)
     runs_ahead = bool(vllm_config.scheduler_config.async_scheduling)
 
-    def problem_of(answer_tokens: int) -> str | None:
+    def problem_of(answer_tokens: int, shared: int) -> str | None:
+        lengths = Lengths(prompt_tokens, turn_ends, shared_blocks=shared)
         return pool_problem(
             policy,
-            plan,
+            policy.plan_request(lengths, geometry),
             prompt_tokens,
             answer_tokens,
             pool_blocks,
@@ -230,4 +249,37 @@ def _check_pool(vllm_config: VllmConfig, policy: KVCachePolicy, request: Any) ->
             max_model_len,
         )
 
-    _fit_answer(vllm_config, request, problem_of)
+    shared = _fitting_prefix(vllm_config, policy, request, problem_of)
+    _fit_answer(vllm_config, request, lambda answer: problem_of(answer, shared))
+
+
+def _fitting_prefix(
+    vllm_config: VllmConfig,
+    policy: KVCachePolicy,
+    request: Any,
+    problem_of: Callable[[int, int], str | None],
+) -> int:
+    """Blocks of the request's shared prefix; makes it shorter if it does not fit.
+
+    The bound of a policy on the blocks of prompts counts the tokens behind the prefix.
+    A request that fits without a prefix is therefore never rejected because of it.
+
+    Args:
+        problem_of: why an answer of so many tokens does not fit behind a prefix of so
+            many blocks; None if it does. A longer prefix needs more.
+    """
+    params = request.sampling_params
+    size, prompt_tokens = geometry_of(vllm_config).block_size, _prompt_tokens(request)
+    shared = shared_blocks(policy, params, prompt_tokens, size)
+    if not shared:
+        return 0
+    is_limited = (params.max_tokens or 0) < (
+        vllm_config.model_config.max_model_len - prompt_tokens
+    )
+    # An answer without a limit takes what is left.
+    answer = params.max_tokens if is_limited else max(params.min_tokens, 1)
+    longer = range(1, shared + 1)
+    fitting = bisect_left(longer, True, key=lambda n: problem_of(answer, n) is not None)
+    if fitting < shared:
+        params.extra_args = params.extra_args | {SHARED_PREFIX: fitting * size}
+    return fitting

@@ -106,11 +106,11 @@ def log(message: str, cause: BaseException | None = None) -> None:
 
 
 async def _turn_ends(chat: RenderedChat, tokenizer: Any, steps: Steps) -> list[int]:
-    mark, answer = (_unused(word, chat.text) for word in (_MARK, _ANSWER))
+    mark, answer = (unused_word(word, chat.text) for word in (_MARK, _ANSWER))
     with_marks = marked(chat.messages, chat.starts, mark)
     questions = [text_of(chat.messages[start]) for start in chat.starts]
     longer = grown(with_marks, mark, answer)
-    later = await _render(longer, _of_history(chat.chat_params), steps)
+    later = await render(longer, of_history(chat.chat_params), steps)
     view = _View(tokenizer, is_text="prompt_token_ids" not in later)
     find = functools.partial(
         locate,
@@ -125,7 +125,7 @@ async def _turn_ends(chat: RenderedChat, tokenizer: Any, steps: Steps) -> list[i
         num_marks = len(questions) + ADDED_QUESTIONS
         ends = find(rendering=view.of(later), num_marks=num_marks)
     except Rewritten:
-        now = await _render(with_marks, chat.chat_params, steps)
+        now = await render(with_marks, chat.chat_params, steps)
         ends = find(rendering=view.of(now), num_marks=len(questions))
         log(
             "the chat template writes earlier messages differently when a conversation "
@@ -143,14 +143,14 @@ async def _turn_ends(chat: RenderedChat, tokenizer: Any, steps: Steps) -> list[i
     return tokens_of_pieces(chat.tokens, await steps.tokenize(pieces, params))
 
 
-def _unused(word: str, text: str | None) -> str:
+def unused_word(word: str, text: str | None) -> str:
     """A word that the text does not contain."""
     while text and word in text:
         word += "x"
     return word
 
 
-async def _render(messages: Any, chat_params: Any, steps: Steps) -> dict[str, Any]:
+async def render(messages: Any, chat_params: Any, steps: Steps) -> dict[str, Any]:
     """A rendering.
 
     Raises:
@@ -163,7 +163,7 @@ async def _render(messages: Any, chat_params: Any, steps: Steps) -> dict[str, An
         raise TurnsUnknown(reason) from error
 
 
-def _of_history(chat_params: Any) -> Any:
+def of_history(chat_params: Any) -> Any:
     """The same template settings, without the tokens that open an answer."""
     history = {"add_generation_prompt": False, "continue_final_message": False}
     kwargs = chat_params.chat_template_kwargs | history

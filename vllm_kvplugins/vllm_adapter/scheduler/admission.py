@@ -45,11 +45,12 @@ class Admission:
     """What a request starts from, if vLLM has free blocks for it.
 
     A request starts from a session, or from the prefix cache and what another KV
-    connector loads after it.
+    connector loads after it. With a session, only its shared prefix comes from the
+    prefix cache.
 
     Attributes:
-        cached_tokens: usable tokens of the prefix-cache hit, whole blocks; 0 if the
-            request continues a session.
+        cached_tokens: usable tokens of the prefix-cache hit, whole blocks; of a request
+            that continues a session, those of its shared prefix.
         match: the session to continue; None: no session.
         loaded_tokens: end of the tokens that count as computed because another KV
             connector loads them; 0: it loads none.
@@ -71,10 +72,13 @@ class Admission:
 
     @property
     def external_tokens(self) -> int | None:
-        """Tokens that a session restores; None: try again in a later step."""
+        """Tokens that a session restores behind ``cached_tokens``.
+
+        None: try again in a later step.
+        """
         if self.waits_for is not None:
             return None
-        return self.match.tokens if self.match else 0
+        return self.match.tokens - self.cached_tokens if self.match else 0
 
     def awaits_load(self, request: Any) -> bool:
         """Whether no step has shown yet that the tokens to load are there."""
@@ -85,6 +89,11 @@ class Admission:
     def first_block(self) -> int:
         """First resident logical block; the session dropped the earlier ones."""
         return self.match.session.first_block if self.match else 0
+
+    @property
+    def dropped_blocks(self) -> int:
+        """Blocks that the session dropped and that the request does not hold."""
+        return self.match.session.dropped_blocks if self.match else 0
 
     @property
     def first_query(self) -> int:

@@ -56,10 +56,15 @@ class AdmissionController:
         if match is None:
             return Admission(cached)
         assert sessions is not None
+        shared = self._manager.plans.continuing(request, None).shared_tokens
+        has_prefix = hit_tokens >= shared
+        if match.session.shared_blocks and not has_prefix:
+            return Admission(cached)  # the session does not store the prefix
+        shared = shared if has_prefix else 0
         if match.ready:
-            return Admission(match=match)
+            return Admission(shared, match=match)
         if sessions.directory.fetch(match, request.request_id):
-            return Admission(match=match, waits_for="session")
+            return Admission(shared, match=match, waits_for="session")
         return Admission(cached)
 
     def usable_hit(self, request: Any, hit_tokens: int) -> int:
@@ -67,11 +72,13 @@ class AdmissionController:
 
         Only blocks that no compaction rewrites are usable. A longer hit would skip the
         queries that score the prompt, and the retained region would be in blocks that
-        other requests share. If the policy observes the whole prompt, none is usable.
+        other requests share. If the policy observes the whole prompt, only the shared
+        prefix is usable, whose tokens it does not observe.
         """
-        blocks = self._manager.plans.continuing(request, None).exact_prefix_blocks
+        plan = self._manager.plans.continuing(request, None)
+        blocks = plan.exact_prefix_blocks
         if self._needs_whole_prompt and (blocks is not None or self._sessions):
-            return 0
+            return min(hit_tokens, plan.shared_tokens)
         if blocks is None:
             return hit_tokens
         return int(min(hit_tokens, blocks * self._manager.block_size))

@@ -28,6 +28,9 @@ class ResidencyBlockManager(FullAttentionManager):
         after        [ 0    0    0    0    b4   b5 | b6 ...    0: vLLM's null block
         next time      first = 4: frees [4, stop - m), and so on
 
+    With a shared prefix, ``first`` begins behind its blocks. The request holds them to
+    its end, so that they stay in the prefix cache for others.
+
     vLLM reports only processed tokens, so no step in flight reads a freed block. Freed
     blocks keep their contents and hashes, so the prefix cache stays valid below the
     first retained region. Rewritten blocks are never hashed.
@@ -120,7 +123,7 @@ class ResidencyBlockManager(FullAttentionManager):
         num_tokens = self._with_loaded(request_id, num_tokens)
         dropped = promised = 0
         if request_id not in self.num_cached_block:
-            dropped = self.starts.of_id(request_id).first_block
+            dropped = self.starts.of_id(request_id).dropped_blocks
         if apply_admission_cap:
             plan = self.plans.of_id(request_id)
             peak = plan.peak_blocks(num_tokens, since=int(dropped > 0))
@@ -165,10 +168,9 @@ class ResidencyBlockManager(FullAttentionManager):
         if request.num_computed_tokens >= request.num_prompt_tokens:
             return 0
         plan, freed = self.plans.of(request), self.freed_compactions.get(request_id, 0)
-        first_held = plan.compaction(freed - 1).retained.start if freed else 0
         since = int(self.starts.of(request).first_block > 0)
         peak: int = plan.peak_blocks(request.num_tokens, since)
-        return max(peak - (len(blocks) - first_held), 0)
+        return max(peak - (len(blocks) - plan.dropped_blocks(freed)), 0)
 
     def allocate_external_computed_blocks(
         self, request_id: str, *args: Any, **kwargs: Any
@@ -200,9 +202,11 @@ class ResidencyBlockManager(FullAttentionManager):
 
         No compaction rewrites these blocks, so they may enter the prefix cache.
         """
+        plan = self.plans.of(request)
         if self.starts.of(request).first_block:
-            return 0  # the session dropped the first tokens
-        blocks = self.plans.of(request).exact_prefix_blocks
+            # The session dropped the tokens behind the shared prefix.
+            return min(num_tokens, plan.shared_tokens)
+        blocks = plan.exact_prefix_blocks
         return (
             num_tokens if blocks is None else min(num_tokens, blocks * self.block_size)
         )

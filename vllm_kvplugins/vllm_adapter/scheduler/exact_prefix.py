@@ -9,11 +9,13 @@ see these blocks::
     saves    shown            hidden               hidden
     loads    shown            shown, until the     hidden
                               request has started
-    once the compaction has run, the blocks of [0, exact) are free, and hidden too
+    once the compaction has run, the blocks of [0, exact) are free, and hidden too,
+    but for those of a shared prefix
 
 ``cut`` is where the first compaction runs, ``exact`` the end of the blocks that no
 compaction rewrites (``ResidencyPlan.exact_prefix_blocks``). A request that continues a
-session is hidden altogether. Without compactions everything is shown.
+session is hidden altogether, but for its shared prefix. Without compactions everything
+is shown.
 """
 
 from __future__ import annotations

@@ -13,7 +13,10 @@ from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.plan_cache import PlanCache
 from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
 from vllm_kvplugins.policies.base import KVCachePolicy
-from vllm_kvplugins.vllm_adapter.config.request_params import requested_turn_ends
+from vllm_kvplugins.vllm_adapter.config.request_params import (
+    requested_turn_ends,
+    shared_blocks,
+)
 
 # vLLM configures only the loggers below its own name.
 logger = init_logger("vllm.kv_policy")
@@ -27,7 +30,8 @@ class RequestPlans:
 
     def __init__(self, policy: KVCachePolicy, geometry: Geometry) -> None:
         self._policy = policy
-        self._plans = PlanCache(policy.plan, geometry)
+        self._block_size = geometry.block_size
+        self._plans = PlanCache(policy.plan_request, geometry)
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._lengths: WeakKeyDictionary[Any, Lengths] = WeakKeyDictionary()
         self._throttle = LogThrottle()
@@ -71,7 +75,11 @@ class RequestPlans:
                 requested = requested_turn_ends(request.sampling_params)
                 prompt = request.prompt_token_ids or ()
                 turns = self._policy.turns.turn_ends(prompt, requested)
-            lengths = Lengths(request.num_prompt_tokens, turns)
+            prompt_tokens = request.num_prompt_tokens
+            shared = shared_blocks(
+                self._policy, request.sampling_params, prompt_tokens, self._block_size
+            )
+            lengths = Lengths(prompt_tokens, turns, shared_blocks=shared)
             self._lengths[request] = lengths
             self._requests[request.request_id] = request
             for note in self._plans.get(lengths).notes:

@@ -126,6 +126,9 @@ class ResidencyScheduling:
         Returns:
             0 if such a prompt can use all tokens, or none.
         """
+        shared: int = self._residency_manager.plans.of(request).shared_tokens
+        if shared:
+            return shared  # for all prompts with this prefix
         tokens = request.num_prompt_tokens
         usable: int = self.connector.admission.usable_hit(request, tokens)
         return usable if usable < tokens else 0
@@ -152,7 +155,8 @@ class ResidencyScheduling:
         manager = self._residency_manager
         invalid = {block for load in loads for block in load.blocks}
         for load in loads:
-            invalid |= manager.block_ids(load.request_id)
+            # The blocks of a shared prefix are valid: nothing was loaded there.
+            invalid |= manager.block_ids(load.request_id) - set(load.prefix)
         self._preempt_holders(invalid)
 
     def _recompute_loads_of_others(self, output: Any) -> None:

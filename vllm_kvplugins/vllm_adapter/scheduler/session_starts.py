@@ -6,6 +6,9 @@ The block table of a request that restores ``n`` tokens of a session::
                null           kept by the session                    new
                dropped by     device-resident blocks, or new ones    allocated by
                the session    that the workers fill                  vLLM as usual
+
+A shared prefix is in front of what the session dropped; its blocks come from vLLM's
+prefix cache.
 """
 
 from __future__ import annotations
@@ -81,11 +84,11 @@ class SessionStarts:
         If a compaction is due at once, the request holds its blocks and one more.
         Starting with an empty cache may take fewer blocks.
         """
-        first = session.first_block
+        dropped = session.dropped_blocks
         peak = self._plans.continuing(request, session.compaction).peak_blocks(
-            request.num_prompt_tokens, since=int(first > 0)
+            request.num_prompt_tokens, since=int(dropped > 0)
         )
-        at_start = tokens // self._geometry.block_size + 1 - first
+        at_start = tokens // self._geometry.block_size + 1 - dropped
         return max(peak, at_start) <= self._max_request_blocks
 
     def clip_first_chunk(
@@ -104,14 +107,15 @@ class SessionStarts:
         session = self.of(request).session
         if session is None or request.request_id in self._block_tables:
             return new_tokens
-        due = self._plans.of(request).num_done(computed_tokens)
+        plan = self._plans.of(request)
+        due = plan.num_done(computed_tokens)
         if due == int(session.compaction is not None):
             return new_tokens
         size, max_blocks = self._geometry.block_size, self._max_request_blocks
         bound = self._policy.max_prompt_blocks(request.num_tokens, self._geometry)
         if bound is not None:
-            max_blocks = min(max_blocks, bound)
-        stop = max(session.first_block + max_blocks, computed_tokens // size + 1)
+            max_blocks = min(max_blocks, bound + plan.shared_blocks)
+        stop = max(session.dropped_blocks + max_blocks, computed_tokens // size + 1)
         return min(new_tokens, stop * size - computed_tokens)
 
     @property
@@ -127,20 +131,23 @@ class SessionStarts:
     # -- in which blocks ------------------------------------------------------------
 
     def take_blocks(self, request_id: str) -> list[Any]:
-        """First entries of the block table of a starting request.
+        """Entries of the block table of a starting request behind its cached blocks.
 
         Null blocks for what its session dropped, then the device-resident blocks of the
         session, if any. vLLM allocates the others.
         """
-        match = self.of_id(request_id).match
+        admission = self.of_id(request_id)
+        match = admission.match
         if match is None:
             return []
-        first = match.session.first_block
-        count = -(-match.tokens // self._geometry.block_size) - first
-        own = self._device_sessions.take(match.session.session_id, count)
+        session, own = match.session, []
+        if session.shared_blocks * self._geometry.block_size == admission.cached_tokens:
+            # Otherwise the session stores a prefix that the request does not need.
+            count = -(-match.tokens // self._geometry.block_size) - session.first_block
+            own = self._device_sessions.take(session.session_id, count)
         if own:
             self._in_place.add(request_id)
-        return [self._pool.null_block] * first + own
+        return [self._pool.null_block] * session.dropped_blocks + own
 
     def is_in_place(self, request_id: str) -> bool:
         """Whether a request has the blocks from which its session was saved."""

@@ -62,17 +62,22 @@ NO_SESSIONS = {
 _METRIC_NAMES = {"device_hits": "parked_hits"}
 
 
-def owner_of(request: Any, patched_prompt: Sequence[int] = ()) -> str:
+def owner_of(
+    request: Any, patched_prompt: Sequence[int] = (), shared_blocks: int = 0
+) -> str:
     """Digest of everything that must be equal to continue a request's session.
 
     Args:
         patched_prompt: token IDs for which the cache was compressed; empty: none.
+        shared_blocks: blocks of its shared prefix, which no compaction changes.
     """
     lora = request.lora_request
     adapter = (lora.lora_name, lora.lora_int_id, lora.lora_path) if lora else None
     facts = [request.cache_salt, adapter]
     if patched_prompt:
         facts.append(patched_prompt)
+    if shared_blocks:
+        facts.append({"shared_blocks": shared_blocks})
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -144,13 +149,18 @@ class SchedulerSessions:
         if not _can_use_sessions(request) or request.skip_reading_prefix_cache:
             return None
         patched = requested_patched_prompt(request.sampling_params)
-        best = self._best(request, owner_of(request, patched), more_than)
+        shared = self._shared_blocks(request)
+        best = self._best(request, owner_of(request, patched, shared), more_than)
         if patched:
             # A session that was never compressed fits any patched prompt.
             at_least = best.tokens if best else more_than
-            whole = self._best(request, owner_of(request), at_least, whole=True)
+            owner = owner_of(request, shared_blocks=shared)
+            whole = self._best(request, owner, at_least, whole=True)
             best = whole or best
         return best
+
+    def _shared_blocks(self, request: Any) -> int:
+        return self._manager.plans.continuing(request, None).shared_blocks
 
     def _best(
         self, request: Any, owner: str, more_than: int, whole: bool = False
@@ -208,13 +218,15 @@ class SchedulerSessions:
             return
         request_id = request.request_id
         table = self._manager.req_to_blocks[request_id]
-        blocks = table[admission.first_block : self._num_blocks(match.tokens)]
+        num_cached = admission.cached_tokens // self._manager.block_size
+        first = max(admission.first_block, num_cached)
         self.directory.load(
             match,
             request_id,
             request.num_prompt_tokens,
-            _block_ids(blocks),
+            _block_ids(table[first : self._num_blocks(match.tokens)]),
             self._manager.starts.is_in_place(request_id),
+            _block_ids(table[:num_cached]),
         )
 
     # -- a request ends ---------------------------------------------------------
@@ -270,7 +282,7 @@ class SchedulerSessions:
         )
         session = Session(
             session_id=uuid.uuid4().hex,
-            owner=owner_of(request, patched),
+            owner=owner_of(request, patched, self._shared_blocks(request)),
             tokens=_token_ids(request.all_token_ids[:tokens]),
             compaction=compaction,
             num_bytes=page_bytes + query_bytes + host_bytes,
@@ -350,6 +362,14 @@ def _block_ids(blocks: Iterable[Any]) -> list[int]:
 
 
 def _merged(compaction: Compaction) -> Compaction:
-    """The last compaction with candidates from block 0, as after all earlier ones."""
-    retained = compaction.retained
-    return Compaction(compaction.at_tokens, BlockSpan(0, retained.stop), retained)
+    """The last compaction with candidates from the shared prefix on.
+
+    As if it were the only one.
+    """
+    retained, shared = compaction.retained, compaction.shared_blocks
+    return Compaction(
+        compaction.at_tokens,
+        BlockSpan(shared, retained.stop),
+        retained,
+        shared_blocks=shared,
+    )

@@ -125,10 +125,11 @@ def finish_config(
             *probing.problems(vllm_config, policy),
             *surprisal.problems(vllm_config, policy),
             *validation.episode_problems(policy),
+            *validation.prefix_problems(vllm_config, request),
             *host_memory.fetch_problems(policy),
         ],
     )
-    _install_front_end(policy)
+    _install_front_end(vllm_config, policy)
     for remark in policy.remarks:
         logger.info("KV policy %s: %s", policy.name, remark)
     request = layer_budgets.resolve_allocator(
@@ -155,17 +156,18 @@ def finish_config(
     vllm_config.parallel_config.worker_cls = _CPU_WORKER if on_cpu else _GPU_WORKER
 
 
-def _install_front_end(policy: KVCachePolicy) -> None:
+def _install_front_end(vllm_config: VllmConfig, policy: KVCachePolicy) -> None:
     """Wrap the methods of vLLM that the front end needs for this policy.
 
     Runs in every front-end process, because each one builds its own configuration, also
     with ``--api-server-count`` (vLLM's ``build_async_engine_client_from_engine_args``).
     Never runs in a process of a stock server.
     """
-    from vllm_kvplugins.vllm_adapter.frontend import request_validation
+    from vllm_kvplugins.vllm_adapter.frontend import request_validation, shared_prefix
 
     request_validation.install()
-    if policy.turns is not None:
+    finds_prefix = shared_prefix.are_found_in_chats(vllm_config, policy)
+    if policy.turns is not None or finds_prefix:
         from vllm_kvplugins.vllm_adapter.frontend import chat_turns
 
         chat_turns.install()

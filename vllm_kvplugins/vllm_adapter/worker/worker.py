@@ -15,6 +15,7 @@ from vllm_kvplugins.vllm_adapter.config import compat, host_memory
 from vllm_kvplugins.vllm_adapter.config.request_params import (
     requested_patched_prompt,
     requested_turn_ends,
+    shared_blocks,
 )
 from vllm_kvplugins.vllm_adapter.scheduler.composed_connector import our_metadata
 from vllm_kvplugins.vllm_adapter.scheduler.spec import is_managed, with_policy
@@ -127,7 +128,14 @@ class PolicyWorker:
         for new in scheduler_output.scheduled_new_reqs:
             turns = requested_turn_ends(new.sampling_params)
             patched = requested_patched_prompt(new.sampling_params)
-            runtime.add_request(new.req_id, new.prompt_token_ids or (), turns, patched)
+            shared = shared_blocks(
+                runtime.policy,
+                new.sampling_params,
+                _prompt_tokens(new),
+                runtime.geometry.block_size,
+            )
+            prompt = new.prompt_token_ids or ()
+            runtime.add_request(new.req_id, prompt, turns, patched, shared)
         if store is not None and meta is not None:
             store.execute(meta.commands)
             if not scheduler_output.total_num_scheduled_tokens:
@@ -186,3 +194,9 @@ class PolicyWorker:
         """Number of sessions in memory, and bytes of their pages and queries."""
         store = self.kv_policy.session_store
         return [store.num_held, store.held_bytes] if store is not None else [0, 0]
+
+
+def _prompt_tokens(new: Any) -> int:
+    """Length of the prompt of a new request, which is token ids or embeddings."""
+    ids = new.prompt_token_ids
+    return len(ids if ids is not None else new.prompt_embeds)
