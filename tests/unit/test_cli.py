@@ -123,6 +123,13 @@ def test_list_name_shows_one_entry_with_its_documentation(name):
         assert setting["name"] in shown.stdout
 
 
+def test_list_shows_the_bounds_of_one_of_several_types():
+    (shared, _) = json.loads(runner.invoke(app, ["list", "prefix", "--json"]).stdout)[
+        "settings"
+    ]
+    assert shared["type"] == "int >= 1 | system | none"
+
+
 def test_list_of_an_unknown_name_ends_with_its_code():
     done = runner.invoke(app, ["list", "snapvk"])
     assert done.exit_code == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -74,18 +74,24 @@ def as_json_value(value: Any) -> Any:
 
 def type_name(field: FieldInfo) -> str:
     """The type of a field with its bounds, for example ``int, >= 1``."""
+    return ", ".join([_plain_name(field.annotation), *_bounds(field)])
+
+
+def _bounds(field: FieldInfo) -> list[str]:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "multiple_of": "multiple of"}
-    bounds = [
+    return [
         f"{sign} {getattr(item, key):g}"
         for item in field.metadata
         for key, sign in signs.items()
         if getattr(item, key, None) is not None
     ]
-    return ", ".join([_plain_name(field.annotation), *bounds])
 
 
 def _plain_name(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        bounds = [x for part in arguments[1:] for x in _bounds(part)]
+        return " ".join([_plain_name(arguments[0]), *bounds])
     if origin is Literal:
         return " | ".join(str(choice) for choice in arguments)
     if origin is Union or type(annotation).__name__ == "UnionType":
