@@ -1,11 +1,10 @@
-"""One engine of ``evidence.py``: answers, divergences and speed of one policy."""
+"""One engine of ``evidence.py``: answers and divergences of one policy."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,8 +22,6 @@ from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.base import KVCachePolicy
 
-SPEED = "speed"
-SPEED_TOKENS = 32
 Row = dict[str, Any]
 
 
@@ -202,59 +199,3 @@ def _divergence(
 
 def _median(values: Sequence[int]) -> int | None:
     return round(float(np.median(values))) if len(values) else None
-
-
-def measure_speed(
-    setting: Setting,
-    policy: Mapping[str, Any],
-    prompt: Prompt,
-    max_model_len: int,
-    rounds: Iterable[int],
-) -> Iterator[Row]:
-    """First token and decode rate of a request alone, one row per round.
-
-    A short request warms the engine up.
-
-    Args:
-        prompt: every round computes all of it.
-        rounds: their numbers.
-    """
-    llm = open_engine(setting, policy, max_model_len, batch=1)
-    parsed = parse_policy(dict(policy)) if policy else None
-    warm_up = replace(prompt, token_ids=prompt.token_ids[:200], turn_end=100)
-    _token_times(llm, parsed, warm_up, "warm-up", 4)
-    for number in rounds:
-        times = _token_times(llm, parsed, prompt, f"{number}", 1 + SPEED_TOKENS)
-        yield {
-            "task": SPEED,
-            "sample": f"round {number}",
-            "group": f"round {number}",
-            "score": round(SPEED_TOKENS / (times[-1] - times[0]), 3),
-            "first_token_ms": round(1e3 * times[0], 1),
-            "prompt_tokens": len(prompt.token_ids),
-        }
-
-
-def _token_times(
-    llm: Any, policy: KVCachePolicy | None, prompt: Prompt, name: str, count: int
-) -> list[float]:
-    """Seconds from the request to each of its tokens."""
-    extra = _request_arguments(policy, prompt)
-    params = SamplingParams(
-        temperature=0, max_tokens=count, ignore_eos=True, extra_args=extra
-    )
-    request = {
-        "prompt_token_ids": list(prompt.token_ids),
-        "cache_salt": f"{name} {time.monotonic_ns()}",
-    }
-    engine = llm.llm_engine
-    began, times = time.perf_counter(), list[float]()
-    engine.add_request(name, request, params)
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        now = time.perf_counter() - began
-        times += [
-            now for output in outputs if len(output.outputs[0].token_ids) > len(times)
-        ]
-    assert len(times) == count, "a step gave more than one token"
-    return times

@@ -79,7 +79,7 @@ def _cells(model: Model, stock: Cell) -> Iterator[dict[str, Any]]:
             "device_share": round(cell["device_bytes"] / stock["device_bytes"], 4),
             "host_share": round(cell["host_bytes"] / stock["device_bytes"], 4),
             **_scores(cell),
-            **_speed(cell, stock),
+            **_speed(cell),
         }
 
 
@@ -95,12 +95,11 @@ def _scores(cell: Cell) -> dict[str, Any]:
     return scores
 
 
-def _speed(cell: Cell, stock: Cell) -> dict[str, float]:
-    """Ratios to stock of the medians, if both were measured at least three times."""
-    ratios = {}
-    for field in ("tokens_per_s", "first_token_ms"):
-        own, other = cell.get(field, ()), stock.get(field, ())
-        if min(len(own), len(other)) >= 3:
-            ratio = statistics.median(own) / statistics.median(other)
-            ratios[f"{field}_ratio"] = round(ratio, 3)
-    return ratios
+def _speed(cell: Cell) -> dict[str, float]:
+    """Medians of the ratios to stock, if there are at least three rounds."""
+    names = ("tokens_per_s_ratio", "first_token_ms_ratio")
+    return {
+        name: round(statistics.median(cell[name]), 3)
+        for name in names
+        if len(cell.get(name, ())) >= 3
+    }

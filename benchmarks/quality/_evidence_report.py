@@ -126,6 +126,10 @@ def _cell(
     if rounds:
         cell["tokens_per_s"] = [row["score"] for row in rounds]
         cell["first_token_ms"] = [row["first_token_ms"] for row in rounds]
+        for field, own in (("tokens_per_s", "score"), ("first_token_ms",) * 2):
+            cell[f"{field}_ratio"] = [
+                row[own] / row[f"stock_{field}"] for row in rounds
+            ]
     return cell
 
 
@@ -244,8 +248,12 @@ def _speed_table(model: Model) -> Iterator[str]:
         if label in labels
     ]
     at = " · ".join(percent(share) for share in shares)
-    yield f"\nMedian (smallest..largest) of the rounds, one request alone, at {at}:\n"
-    yield from _table(("policy", "first token ms", "tokens/s"), rows)
+    yield (
+        f"\nMedian (smallest..largest) of rounds in turns with stock vLLM, one request "
+        f"alone, at {at}:\n"
+    )
+    head = ("policy", "first token ms", "/ stock's", "tokens/s", "/ stock's")
+    yield from _table(head, rows)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -263,8 +271,13 @@ def _values(cells: dict[float | None, Cell], shares: Sequence[float]) -> Iterato
 
 
 def _speeds(cells: dict[float | None, Cell], shares: Sequence[float]) -> Iterator[str]:
-    yield _joined(cells, shares, lambda c: _spread(c.get("first_token_ms"), "{:.0f}"))
-    yield _joined(cells, shares, lambda c: _spread(c.get("tokens_per_s"), "{:.1f}"))
+    for field, form in (("first_token_ms", "{:.0f}"), ("tokens_per_s", "{:.1f}")):
+        for name, shown in ((field, form), (f"{field}_ratio", "{:.2f}")):
+            yield _joined(
+                cells,
+                shares,
+                lambda cell, name=name, shown=shown: _spread(cell.get(name), shown),
+            )
 
 
 def _joined(

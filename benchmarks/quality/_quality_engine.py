@@ -75,6 +75,24 @@ class ResidencyWatch:
             record.decode_bytes.append(now)
 
 
+def engine_options(setting: Setting, max_model_len: int, batch: int) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` with memory for a batch and shared contexts."""
+    from vllm_kvplugins.model_config import read_model_config
+
+    shape = read_model_config(setting.model, setting.dtype).cache_shape()
+    pool = shape.bytes_per_token(4) * (batch + 4) * (max_model_len + 64)
+    return {
+        "dtype": setting.dtype,
+        "seed": setting.seed,
+        "enforce_eager": True,
+        "max_model_len": max_model_len,
+        "block_size": setting.block_size,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": batch,
+        "kv_cache_memory_bytes": max(pool, 1 << 26),
+    }
+
+
 def open_engine(
     setting: Setting,
     policy: Mapping[str, Any],
@@ -90,22 +108,10 @@ def open_engine(
     from vllm import LLM
 
     import vllm_kvplugins
-    from vllm_kvplugins.model_config import read_model_config
 
     options = dict(policy)
     extra = vllm_kvplugins.engine_args(options.pop("name"), **options) if policy else {}
-    shape = read_model_config(setting.model, setting.dtype).cache_shape()
-    pool = shape.bytes_per_token(4) * (batch + 4) * (max_model_len + 64)
-    engine: dict[str, Any] = {
-        "dtype": setting.dtype,
-        "seed": setting.seed,
-        "enforce_eager": True,
-        "max_model_len": max_model_len,
-        "block_size": setting.block_size,
-        "max_num_batched_tokens": 2048,
-        "max_num_seqs": batch,
-        "kv_cache_memory_bytes": max(pool, 1 << 26),
-    }
+    engine = engine_options(setting, max_model_len, batch)
     return LLM(setting.model, **engine | extra | more)
 
 

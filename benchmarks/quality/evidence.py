@@ -19,8 +19,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,7 @@ import _path  # noqa: F401
 import typer
 from _engine import child_rows, provenance
 from _evidence_samples import TASKS, Prompt, order, prompts_of, reference_file
+from _evidence_speed import SPEED, SpeedRounds
 from _prefill_store import PrefillStore
 from _quality_fit import jobs_of, read_policies
 from _quality_rows import Job, Row, append, key_of, open_rows
@@ -40,7 +42,6 @@ from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.registry import available_policies
 
 SHARES = (0.05, 0.1, 0.2)
-SPEED = "speed"
 # A retriever keeps its first layers whole by default, more than 5 % of the context.
 RETRIEVAL_SETTINGS = {"skip_layers": 0}
 
@@ -63,31 +64,22 @@ def run_child(request: str) -> None:
     """Child: measure one policy with one engine, one JSON line per row."""
     # The engine runs in this process, so that the watch can read its block tables.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from _evidence_engine import measure_policy, measure_speed
+    from _evidence_engine import measure_policy
 
     given = json.loads(request)
     fields = given["setting"]
     setting = Setting(**fields | {"lengths": tuple(fields["lengths"])})
     todo = {(task, name) for task, name in given["todo"]}
     prompts = order(prompts_of(setting, given["tasks"]), setting.seed)
-    if given["rounds"]:
-        rows = measure_speed(
-            setting,
-            given["policy"],
-            prompts[0],
-            given["max_model_len"],
-            given["rounds"],
-        )
-    else:
-        rows = measure_policy(
-            setting,
-            given["policy"],
-            [prompt for prompt in prompts if (prompt.task, prompt.name) in todo],
-            given["max_model_len"],
-            given["batch"],
-            Path(given["references"]),
-            Path(given["prefills"]) if given["prefills"] else None,
-        )
+    rows = measure_policy(
+        setting,
+        given["policy"],
+        [prompt for prompt in prompts if (prompt.task, prompt.name) in todo],
+        given["max_model_len"],
+        given["batch"],
+        Path(given["references"]),
+        Path(given["prefills"]) if given["prefills"] else None,
+    )
     for row in rows:
         print("RESULT " + json.dumps(row), flush=True)
 
@@ -226,43 +218,83 @@ def measure(
         "block_bytes": token_bytes * setting.block_size,
         "source": source,
     }
-    rows = open_rows(out, header, mix_commits=True)
+    done = {key_of(row) for row in open_rows(out, header, mix_commits=True)}
     prompts = prompts_of(setting, tasks)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     jobs = list(jobs_of(list(policies), list(shares), max(lengths), geometry))
+    max_model_len = -(-(max(lengths) + 600) // 32) * 32
     references = out.with_suffix(".stock")
-    store = PrefillStore(prefills, setting.model, setting.dtype) if prefills else None
     common = {
         "setting": asdict(setting),
         "tasks": list(tasks),
-        "max_model_len": -(-(max(lengths) + 600) // 32) * 32,
+        "max_model_len": max_model_len,
         "batch": batch,
         "references": str(references),
         "prefills": str(prefills or ""),
     }
-    done = {key_of(row) for row in rows}
+    store = PrefillStore(prefills, setting.model, setting.dtype) if prefills else None
+    if speed:
+        prompt = order(prompts, setting.seed)[0]
+        with SpeedRounds(setting, prompt, max_model_len) as rounds:
+            works = [
+                Work(job, "rounds", todo, partial(rounds.of, job.policy, todo))
+                for job in jobs
+                for todo in [missing_rounds(job, speed, done)]
+            ]
+            return carry_out(works, out, source, done, deadline)
+    works = [
+        Work(job, "answers", todo, partial(answers_of, job, common | {"todo": todo}))
+        for job in jobs
+        for todo in [missing_prompts(job, prompts, done, references, store)]
+    ]
+    return carry_out(works, out, source, done, deadline)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is missing of one policy and share.
+
+    Attributes:
+        unit: what ``todo`` lists, for people.
+        rows: measures it.
+    """
+
+    job: Job
+    unit: str
+    todo: Sequence[Any]
+    rows: Callable[[], Iterator[Row]]
+
+
+def answers_of(job: Job, request: dict[str, Any]) -> Iterator[Row]:
+    """Rows of an engine in a process of its own."""
+    request = request | {"policy": dict(job.policy)}
+    return child_rows(__file__, json.dumps(request), job.shown)
+
+
+def carry_out(
+    works: Sequence[Work],
+    out: Path,
+    source: dict[str, str],
+    done: set[Any],
+    deadline: float | None,
+) -> list[str]:
+    """Append the missing rows. Returns what could not run, and why."""
     failed = []
-    for job in jobs:
+    for work in works:
+        job = work.job
         if deadline is not None and time.monotonic() > deadline:
             failed.append(f"{job.shown}: not reached within --minutes")
             continue
-        missing = missing_prompts(job, prompts, done, references, store)
-        rounds = missing_rounds(job, speed, done)
-        if job.problem or not (rounds if speed else missing):
-            failed += [f"{job.shown}: {job.problem}"] if job.problem else []
-            if job.problem and (job.label, job.share, "", "") not in done:
+        if job.problem:
+            failed.append(f"{job.shown}: {job.problem}")
+            if (job.label, job.share, "", "") not in done:
                 append(out, _common(job, source) | _refusal(job.problem))
+        if job.problem or not work.todo:
             continue
-        count = f"{len(rounds)} rounds" if speed else f"{len(missing)} answers"
-        count += " to measure"
+        count = f"{len(work.todo)} {work.unit} to measure"
         typer.echo(f"{time.strftime('%H:%M:%S')} {job.shown}: {count}")
-        request = common | {
-            "policy": dict(job.policy),
-            "todo": missing,
-            "rounds": rounds,
-        }
         try:
-            for row in child_rows(__file__, json.dumps(request), job.shown):
+            for row in work.rows():
                 append(out, _common(job, source) | row)
         except RuntimeError as error:
             if not job.policy:
@@ -298,10 +330,13 @@ def missing_prompts(
 
 
 def missing_rounds(job: Job, speed: int, done: set[Any]) -> list[int]:
-    """Numbers of the rounds of speed without a row."""
+    """Numbers of the rounds of speed without a row.
+
+    Stock vLLM has no rounds of its own: it takes part in those of the policies.
+    """
     return [
         number
-        for number in range(speed)
+        for number in range(speed if job.policy else 0)
         if (job.label, job.share, SPEED, f"round {number}") not in done
     ]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import _evidence_speed
 import evidence
 import pytest
 import torch
@@ -13,6 +14,7 @@ from _docs_evidence import verdict_of
 from _evidence_engine import ForcedTokens
 from _evidence_report import cells_of, complete, tables
 from _evidence_samples import READ, Prompt, conversation, reference_file, windows
+from _evidence_speed import SpeedRounds
 from _evidence_verdicts import comparisons, holm, sign_test
 from _prefill_store import Prefill, PrefillStore
 from _quality_fit import fit, held_tokens
@@ -164,6 +166,51 @@ def test_rounds_of_speed_that_have_rows_are_not_repeated():
     done = {("snapkv", 0.1, evidence.SPEED, "round 1")}
     assert evidence.missing_rounds(job, 3, done) == [0, 2]
     assert evidence.missing_rounds(job, 0, done) == []
+    assert evidence.missing_rounds(Job({}, None, "stock"), 3, set()) == []
+
+
+class TimedEngine:
+    """Takes 100 ms to the first token and 10 ms per token; a policy twice as long."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, policy, **engine):
+        self.name = policy["name"] if policy else "stock"
+        self.slow = 2 if policy else 1
+        self.log.append(f"open {self.name}")
+        assert engine["enable_prefix_caching"] is False  # each round computes all of it
+
+    def ask(self, command, prompt, turn_ends, max_tokens):
+        assert command == "turn"
+        if len(prompt) > 200:  # no warm-up
+            self.log.append(f"{self.name} {turn_ends}")
+        times = [self.slow * (100.0 + 10.0 * i) for i in range(max_tokens)]
+        return {"first_ms": times[0], "token_ms": times}
+
+    def close(self):
+        self.log.append(f"close {self.name}")
+
+
+def test_policies_and_stock_take_turns_in_rounds_of_speed(monkeypatch):
+    monkeypatch.setattr(_evidence_speed, "EngineProcess", TimedEngine)
+    monkeypatch.setattr(_evidence_speed, "engine_options", lambda *a, **k: {})
+    monkeypatch.setattr(TimedEngine, "log", [])
+    prompt = Prompt("passkey", "p", "p", tuple(range(300)), 250)
+    setting = SimpleNamespace(model="tiny")
+    with SpeedRounds(setting, prompt, 1024) as rounds:
+        first = list(rounds.of({"name": "snapkv"}, [0, 1]))
+        list(rounds.of({"name": "flowkv"}, [2]))
+    assert [row["sample"] for row in first] == ["round 0", "round 1"]
+    for row in first:
+        assert (row["first_token_ms"], row["stock_first_token_ms"]) == (200.0, 100.0)
+        assert (row["score"], row["stock_tokens_per_s"]) == (50.0, 100.0)
+    assert TimedEngine.log == [
+        "open stock",
+        *("open snapkv", "stock []", "snapkv []", "snapkv []", "stock []"),
+        "close snapkv",
+        *("open flowkv", "stock []", "flowkv [250]", "close flowkv"),
+        "close stock",
+    ]
 
 
 @pytest.fixture
@@ -184,6 +231,7 @@ def rows_file(tmp_path):
         common
         | {"task": "speed", "sample": f"round {i}", "group": "", "score": rate}
         | {"first_token_ms": 100.0 + i}
+        | {"stock_tokens_per_s": 5.0, "stock_first_token_ms": 50.0}
         for i, rate in enumerate((10.0, 12.0, 11.0))
     ]
     refused = {"label": "sekv", "share": 0.05, "commit": "abc", "task": ""}
@@ -211,7 +259,8 @@ def test_tables_have_a_line_per_policy_and_say_what_cannot_run(rows_file):
     table = tables([cells_of(rows_file)])
     scores, speed = (x for x in table.splitlines() if x.startswith("| snapkv"))
     assert scores == "| snapkv | – · 3 | – | – | – · 1.0 | – · 3.0 |"
-    assert speed == "| snapkv | 101 (100..102) | 11.0 (10.0..12.0) |"
+    first = "101 (100..102) | 2.02 (2.00..2.04)"
+    assert speed == f"| snapkv | {first} | 11.0 (10.0..12.0) | 2.20 (2.00..2.40) |"
     assert "one request alone, at 10 %:" in table
     assert "- `sekv` cannot run at 5 %: it no." in table
 
