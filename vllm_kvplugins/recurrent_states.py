@@ -2,17 +2,20 @@
 
 The sizes are those of vLLM (``mamba_utils``), on one rank and without speculative
 decoding. A layer stores the last inputs of its convolution, in the dtype of the cache,
-and its recurrent state, in float32 if the configuration says nothing else. vLLM does so
-on CPUs; on GPUs it may take the dtype of the model.
+and its recurrent state. If the configuration does not name its dtype, vLLM takes float32
+on CPUs with AVX512-BF16, whose kernels need it, and the dtype of the cache elsewhere.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _FLOAT32_BYTES = 4
+_CPU_INFO = Path("/proc/cpuinfo")
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -35,8 +38,15 @@ class StateShape:
             element_bytes: of an element of the KV cache.
             recurrent_dtype: in the model's configuration; None: not given.
         """
-        recurrent = _ELEMENT_BYTES.get(recurrent_dtype or "", _FLOAT32_BYTES)
+        default = _FLOAT32_BYTES if _cpu_widens_states() else element_bytes
+        recurrent = _ELEMENT_BYTES.get(recurrent_dtype or "", default)
         return self.convolution * element_bytes + self.recurrent * recurrent
+
+
+@functools.cache
+def _cpu_widens_states() -> bool:
+    """Whether this CPU has AVX512-BF16."""
+    return _CPU_INFO.exists() and "avx512_bf16" in _CPU_INFO.read_text().split()
 
 
 def state_bytes(text: Mapping[str, Any], element_bytes: int) -> int | None:

@@ -34,6 +34,8 @@ _MAMBA: dict[str, Any] = {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
 }
+# vLLM keeps states in float32 on CPUs with AVX512-BF16, in bfloat16 on others.
+_BLOCK_OF_DELTA_NETS = 96 if torch.cpu._is_avx512_bf16_supported() else 64
 _DELTA_NET: dict[str, Any] = {
     "head_dim": 128,
     "num_hidden_layers": 4,
@@ -184,14 +186,14 @@ RECURRENT: dict[str, Recurrent] = {
             "num_experts": 4,
             "num_experts_per_tok": 2,
         },
-        block_size=96,
+        block_size=_BLOCK_OF_DELTA_NETS,
         kernel_dtype="bfloat16",
     ),
     "Qwen3.5": Recurrent(
         "gated delta net, or gated full attention; bfloat16",
         "Qwen3_5TextConfig",
         _DELTA_NET,
-        block_size=96,
+        block_size=_BLOCK_OF_DELTA_NETS,
         kernel_dtype="bfloat16",
         fixes=("torchvision",),
         shortest_prompt=2,

@@ -386,7 +386,7 @@ def test_errors_say_what_is_wrong(random):
         index.query_topk(queries * torch.nan, keys, 1)
     with pytest.raises(ValueError, match="the index reads 50"):
         index.query_topk(queries, Keys.dense(keys.data[:, :, :49]), 1)
-    with pytest.raises(ValueError, match="float32 or bfloat16"):
+    with pytest.raises(ValueError, match="keys must be float32, bfloat16"):
         index.query_topk(queries, Keys.dense(keys.data.half()), 1)
     table = torch.zeros(HEADS, 4, dtype=torch.int64)
     table[1, 2] = 9
