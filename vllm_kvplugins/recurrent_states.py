@@ -2,8 +2,9 @@
 
 The sizes are those of vLLM (``mamba_utils``), on one rank and without speculative
 decoding. A layer stores the last inputs of its convolution, in the dtype of the cache,
-and its recurrent state. If the configuration does not name its dtype, vLLM takes float32
-on CPUs with AVX512-BF16, whose kernels need it, and the dtype of the cache elsewhere.
+and its recurrent state. If the configuration does not name its dtype, vLLM takes
+float32 on CPUs with AVX512-BF16, whose kernels need it, and the dtype of the cache
+elsewhere.
 """
 
 from __future__ import annotations
