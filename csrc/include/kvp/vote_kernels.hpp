@@ -12,25 +12,6 @@
 
 namespace kvp::index {
 
-// The largest value; n >= 1.
-template <int W>
-KVP_INLINE float peak_body(const float* values, std::int64_t n) {
-  using F = typename Vec<W>::F;
-  float peak = values[0];
-  std::int64_t i = 0;
-  if (n >= W) {
-    F v, high;
-    load<W>(values, high);
-    for (i = W; i + W <= n; i += W) {
-      load<W>(values + i, v);
-      high = v > high ? v : high;
-    }
-    for (int lane = 0; lane < W; ++lane) peak = high[lane] > peak ? high[lane] : peak;
-  }
-  for (; i < n; ++i) peak = values[i] > peak ? values[i] : peak;
-  return peak;
-}
-
 // values[i] becomes exp(scale * (values[i] - peak)). Returns their sum.
 template <int W>
 KVP_INLINE float exponentials_body(float* values, std::int64_t n, float scale,
@@ -44,7 +25,7 @@ KVP_INLINE float exponentials_body(float* values, std::int64_t n, float scale,
       F v;
       load<W>(values + i + part * W, v);
       v = scale * (v - peak);
-      exp_of_logits<W>(v);
+      exp_in_place<F, typename Vec<W>::U>(v);
       std::memcpy(values + i + part * W, &v, sizeof v);
       sums[part] += v;
     }
@@ -62,7 +43,6 @@ KVP_INLINE float exponentials_body(float* values, std::int64_t n, float scale,
 
 struct VoteKernels {
   Simd simd;
-  float (*peak)(const float* values, std::int64_t n);
   float (*exponentials)(float* values, std::int64_t n, float scale, float peak);
   static constexpr auto tables();
 };
@@ -71,14 +51,11 @@ namespace voting {
 
 #define KVP_VOTE_KERNELS(NAME, SIMD, TARGET)                                   \
   namespace NAME {                                                             \
-  TARGET inline float peak(const float* values, std::int64_t n) {              \
-    return peak_body<lanes_of(SIMD)>(values, n);                               \
-  }                                                                            \
   TARGET inline float exponentials(float* values, std::int64_t n, float scale, \
                                    float peak) {                               \
     return exponentials_body<lanes_of(SIMD)>(values, n, scale, peak);          \
   }                                                                            \
-  inline constexpr VoteKernels table{SIMD, peak, exponentials};                \
+  inline constexpr VoteKernels table{SIMD, exponentials};                      \
   }
 
 KVP_VOTE_KERNELS(baseline, Simd::kBaseline, KVP_TARGET_BASELINE)

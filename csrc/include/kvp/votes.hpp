@@ -32,7 +32,7 @@ struct Rest {
 inline void softmax_in_place(float* logits, std::int64_t n, float scale,
                              const Rest& rest = {}) {
   static const VoteKernels& kernels = select_kernels<VoteKernels>();
-  const float peak = kernels.peak(logits, n);
+  const float peak = select_kernels<RankKernels>().range(logits, n).most;
   float sum = kernels.exponentials(logits, n, scale, peak);
   if (rest.n > 0) {
     sum += rest.weight * kernels.exponentials(rest.logits, rest.n, scale, peak);
