@@ -194,6 +194,17 @@ class RetrievingEngine(FakeEngine):
         request.visible[:] = True
 
 
+def answered(fake: RetrievingEngine) -> Request:
+    """A request that has generated all of its tokens and fetched some."""
+    request = fake.add("r", 43, 60)
+    while not request.done:
+        fake.step({"r": 11})
+    traffic = fake.retrieval.traffic
+    assert traffic.selected > traffic.fetched > 0
+    assert traffic.failed == 0
+    return request
+
+
 def engine(name: str, fp8: Fp8 | None = None, **settings: Any) -> RetrievingEngine:
     base = {"sinks": SINKS, "window": WINDOW, "skip_layers": SKIP}
     if "page_tokens" in get_policy_class(name).model_fields:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_engine import HEAD_DIM, KV_HEADS, LAYERS
-from retrieving_engine import RETRIEVERS, SINKS, engine
+from retrieving_engine import RETRIEVERS, SINKS, answered, engine
 
 from vllm_kvplugins import ops
 from vllm_kvplugins.engine.heap import Fp8
@@ -32,12 +32,7 @@ def fp8(name: str) -> Fp8:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_is_over_what_was_asked_for(name, dtype):
     fake = engine(name, fp8=fp8(dtype))
-    request = fake.add("r", 43, 60)
-    while not request.done:
-        fake.step({"r": 11})
-    retrieval = fake.retrieval
-    assert retrieval.traffic.selected > retrieval.traffic.fetched > 0
-    assert retrieval.traffic.failed == 0
+    request, retrieval = answered(fake), fake.retrieval
     state = retrieval._requests["r"]
     assert retrieval.tier.pages.dtype == torch.uint8
     assert retrieval.tier.page_bytes == 2 * retrieval.tier.page_tokens * HEAD_DIM

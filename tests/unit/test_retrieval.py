@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_engine import GROUP, KV_HEADS
-from retrieving_engine import BLOCK, RETRIEVERS, SINKS, SKIP, engine
+from retrieving_engine import BLOCK, RETRIEVERS, SINKS, SKIP, answered, engine
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError, codes_in
@@ -57,12 +57,7 @@ def test_quantized_tokens_are_fetched(name, host_dtype):
     has. The oracle accepts a hot token that was not fetched yet.
     """
     fake = engine(name, host_dtype=host_dtype)
-    request = fake.add("r", 43, 60)
-    while not request.done:
-        fake.step({"r": 11})
-    retrieval = fake.retrieval
-    assert retrieval.traffic.selected > retrieval.traffic.fetched > 0
-    assert retrieval.traffic.failed == 0
+    request, retrieval = answered(fake), fake.retrieval
     state = retrieval._requests["r"]
     tokens = range(state.tokens)
     for layer, pages in state.pages.items():

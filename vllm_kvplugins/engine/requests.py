@@ -47,7 +47,9 @@ class Row:
 
     def since(self, tokens: int) -> Row:
         """The row without the step's tokens before position ``tokens``."""
-        skipped = max(tokens - self.computed_tokens, 0)
+        skipped = tokens - self.computed_tokens
+        if skipped <= 0:
+            return self
         return replace(
             self,
             computed_tokens=self.computed_tokens + skipped,

@@ -63,30 +63,25 @@ class Indexer:
     def insert(
         self,
         layer: OffloadedLayer,
-        keys: torch.Tensor,
-        first: int,
-        read: Callable[[], torch.Tensor] | None = None,
+        tokens: range,
+        read: Callable[[], torch.Tensor],
     ) -> None:
         """Start to append the keys of the next tokens.
 
         Args:
             layer: the layer of a request.
-            keys: [num_kv_heads, n, head_dim].
-            first: index of the first of these tokens.
-            read: reads the same keys later, so that ``keys`` need not be kept until
-                then. That memory must not change while the index is in use; an index
-                that is no longer used may read other keys.
+            tokens: their indices.
+            read: returns their keys, [num_kv_heads, n, head_dim], on another thread.
+                The memory that it reads must not change while the index is in use; an
+                index that is no longer used may read other keys.
         """
-        layer.tokens = first + keys.shape[1]
-        if read is None:
-            appended = self._thread.submit(layer.index.append, keys, first)
-        else:
-            appended = self._thread.submit(_append, layer.index, read, first)
+        layer.tokens = tokens.stop
+        appended = self._thread.submit(_append, layer.index, read, tokens.start)
         layer.pending.append(appended)
         if layer.meanwhile is None:
             return
         try:
-            layer.meanwhile.append(keys, first)
+            layer.meanwhile.append(read(), tokens.start)
         except (RuntimeError, ValueError) as error:
             self._scan_instead(layer, error)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -87,13 +87,13 @@ class OffloadQueue:
             layer = each.state.layers.get(each.layer)
             if layer is None:
                 continue
-            read = None
             tokens = range(each.first, each.first + keys.shape[1])
+            read: Callable[[], torch.Tensor] = partial(_same, keys)
             if self._tier.converts or each.keys.event is not None:
                 # The index has the keys of the host tier, also if they are quantized.
                 # They are read later, to free pinned memory.
                 read = partial(self._tier.read_keys, pages, tokens)
-            self._indexer.insert(layer, self._heap.unscaled(keys), each.first, read)
+            self._indexer.insert(layer, tokens, read)
         self._pending = [each for each in self._pending if each.layer == except_layer]
 
     def _make_room(self, state: Offloaded, layer: int, tokens: int) -> None:
@@ -105,6 +105,10 @@ class OffloadQueue:
         fresh = self._tier.take(more * len(have)).view(len(have), more)
         pages = state.pages[layer] = torch.cat([have, fresh], 1)
         self._hot_slots[layer].set_pages(state.slot_index, pages)
+
+
+def _same(keys: torch.Tensor) -> torch.Tensor:
+    return keys
 
 
 def read_tokens(
