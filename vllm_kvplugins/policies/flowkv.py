@@ -185,7 +185,7 @@ class FlowKV(Wrapper):
             start, stop = full - retained, full
             if target < kept + min_blocks:
                 notes.append(
-                    f"flowkv: ratio {self.ratio} leaves {target - kept} blocks for the "
-                    f"turn that ends at token {end}; it keeps the floor of {min_blocks}"
+                    f"flowkv: ratio {self.ratio} leaves {target - kept} blocks for a "
+                    f"turn of {new} blocks; it keeps the floor of {min_blocks}"
                 )
         return ResidencyPlan(size, tuple(compactions), notes=tuple(notes))
