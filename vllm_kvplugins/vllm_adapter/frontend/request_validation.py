@@ -198,7 +198,7 @@ def _check_shared_prefix(
     vllm_config: VllmConfig, policy: KVCachePolicy, request: Any
 ) -> None:
     params = request.sampling_params
-    are_shared = shared_prefix.are_shared(vllm_config, policy)
+    are_shared = shared_prefix.settings_of(vllm_config, policy) is not None
     problem = shared_prefix_problem(params, are_shared)
     if problem is not None:
         value = shown(requested_shared_prefix(params))

@@ -57,27 +57,25 @@ _SYSTEM_ROLES = ("system", "developer")
 # -- what the server does -----------------------------------------------------------
 
 
-def settings_of(vllm_config: VllmConfig) -> PrefixSettings:
-    """The server's settings of shared prefixes."""
-    return parse_prefix(request_of(vllm_config))
-
-
-def are_shared(vllm_config: VllmConfig, policy: KVCachePolicy) -> bool:
-    """Whether requests of this server hold shared prefixes.
+def settings_of(
+    vllm_config: VllmConfig, policy: KVCachePolicy
+) -> PrefixSettings | None:
+    """The server's settings of shared prefixes; None if its requests share none.
 
     Without vLLM's prefix cache nothing is shared, and a prefix would only cost memory.
     """
-    return (
-        policy.keeps_shared_prefix
-        and bool(vllm_config.cache_config.enable_prefix_caching)
-        and settings_of(vllm_config).shared_prefix != "none"
-    )
+    if not policy.keeps_shared_prefix:
+        return None
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return None
+    settings = parse_prefix(request_of(vllm_config))
+    return None if settings.shared_prefix == "none" else settings
 
 
 def are_found_in_chats(vllm_config: VllmConfig, policy: KVCachePolicy) -> bool:
     """Whether chats are searched for their system prompt."""
-    is_system = settings_of(vllm_config).shared_prefix == "system"
-    return is_system and are_shared(vllm_config, policy)
+    settings = settings_of(vllm_config, policy)
+    return settings is not None and settings.shared_prefix == "system"
 
 
 # -- requests -------------------------------------------------------------------------
@@ -90,14 +88,14 @@ def add_parameter(
 
     A request that names one keeps it, up to the limit.
     """
-    if sampling_params is None or not are_shared(vllm_config, policy):
+    settings = settings_of(vllm_config, policy)
+    if sampling_params is None or settings is None:
         return
-    settings = settings_of(vllm_config)
     tokens = requested_shared_prefix(sampling_params)
     if tokens is not None:
         tokens = min(tokens, settings.shared_prefix_limit)
     else:
-        tokens = tokens_of(vllm_config, policy, prompt)
+        tokens = _tokens_of(settings, prompt)
     if tokens:
         # A new dictionary: other requests may share the old one.
         own = sampling_params.extra_args or {}
@@ -106,9 +104,11 @@ def add_parameter(
 
 def tokens_of(vllm_config: VllmConfig, policy: KVCachePolicy, prompt: Any) -> int:
     """Tokens of the shared prefix of a prompt whose request names none."""
-    if not are_shared(vllm_config, policy):
-        return 0
-    settings = settings_of(vllm_config)
+    settings = settings_of(vllm_config, policy)
+    return 0 if settings is None else _tokens_of(settings, prompt)
+
+
+def _tokens_of(settings: PrefixSettings, prompt: Any) -> int:
     if isinstance(settings.shared_prefix, int):
         return settings.shared_prefix
     found: int = prompt.get(PROMPT_KEY, 0) if isinstance(prompt, dict) else 0
