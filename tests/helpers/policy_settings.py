@@ -20,6 +20,16 @@ SMALL_BUDGETS = {
     "chunk_size": 16,
 }
 
+# for prompts of some tens of tokens and budgets of a few pages of four tokens
+TINY = {
+    "window": 3,
+    "sinks": 2,
+    "recent": 1,
+    "chunk_size": 4,
+    "hash_bits": 1,
+    "future": 16,
+}
+
 
 def drop(policy: KVCachePolicy) -> bool:
     """Tokens that are not resident are lost."""

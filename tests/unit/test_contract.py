@@ -21,6 +21,7 @@ import pytest
 import torch
 from fake_engine import KV_HEADS, LAYERS, FakeEngine, Kept, Request
 from policy_settings import (
+    TINY,
     configure,
     drop,
     folds,
@@ -41,15 +42,6 @@ from vllm_kvplugins.policies.registry import get_policy_class
 
 SEED = 20261121
 BLOCK, BLOCKS = 4, 60
-# Small enough for a budget of one page.
-SMALL = {
-    "window": 3,
-    "sinks": 2,
-    "recent": 1,
-    "chunk_size": 4,
-    "hash_bits": 1,
-    "future": 16,
-}
 BUDGETS: dict[str, dict[str, Any]] = {
     "one-page": {"fold_blocks": 1},  # see one_page
     "half": {"budget": 0.5, "decode_budget": 8, "fold_blocks": 1},
@@ -93,13 +85,13 @@ def profile_file() -> str:
 def one_page(name: str) -> int:
     """The smallest budget in whole pages: one, unless sinks and window need more."""
     cls = get_policy_class(name)
-    small = {key: value for key, value in SMALL.items() if key in cls.model_fields}
+    small = {key: value for key, value in TINY.items() if key in cls.model_fields}
     least = getattr(cls(**small), "minimum_budget_tokens", 1)
     return -(-least // BLOCK) * BLOCK
 
 
 def settings(name: str, allocator: str, budget: str) -> dict[str, Any]:
-    options: dict[str, Any] = {**SMALL, **BUDGETS[budget], "allocator": allocator}
+    options: dict[str, Any] = {**TINY, **BUDGETS[budget], "allocator": allocator}
     if budget == "one-page":
         page = one_page(name)
         options |= {"budget": page, "decode_budget": page}

@@ -20,6 +20,7 @@ from fake_text import encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_settings import (
+    TINY,
     configure,
     drop,
     folds,
@@ -44,14 +45,7 @@ from vllm_kvplugins.policies.registry import get_policy_class
 
 SEED = 20261126
 BLOCK, BLOCKS, SHARED = 4, 80, 3
-# Small enough for budgets of a few pages.
-SMALL: dict[str, Any] = {
-    "window": 3,
-    "sinks": 2,
-    "recent": 1,
-    "chunk_size": 4,
-    "hash_bits": 1,
-    "future": 16,
+SMALL: dict[str, Any] = TINY | {
     "budget": 0.5,
     "decode_budget": 8,
     "fold_blocks": 1,
