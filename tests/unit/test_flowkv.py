@@ -135,7 +135,7 @@ def test_a_floor_is_said():
     plan = policy.plan(Lengths(3000, (1000, 2000)), Geometry(32, 4, 2, 1024))
     assert len(plan.compactions) == 2
     assert "ratio 0.05 leaves" in plan.notes[0]
-    assert "token 1000" in plan.notes[0]
+    assert "turn of 31 blocks" in plan.notes[0]
     assert "floor of 3" in plan.notes[0], "SnapKV's window and one token more"
 
 

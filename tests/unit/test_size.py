@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from policy_settings import wants_history
 from typer.testing import CliRunner
 
+from vllm_kvplugins import recurrent_states
 from vllm_kvplugins.cli import app
 from vllm_kvplugins.cli.size import amount
 from vllm_kvplugins.config import parse_policy
@@ -331,15 +332,22 @@ DELTA_NET = {
 }
 
 
-def test_figures_of_a_recurrent_model_contain_its_states(tmp_path):
+@pytest.mark.parametrize(
+    ("widened", "element_bytes", "tokens"), [(True, 4, 544), (False, 2, 288)]
+)
+def test_figures_of_a_recurrent_model_contain_its_states(
+    tmp_path, monkeypatch, widened, element_bytes, tokens
+):
+    # as vLLM on CPUs with AVX512-BF16, and elsewhere
+    monkeypatch.setattr(recurrent_states, "_cpu_widens_states", lambda: widened)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | DELTA_NET))
     recurrent = figures(str(tmp_path))
     assert recurrent["num_layers"] == 8
     assert any("24 layers keep a recurrent state" in n for n in recurrent["notes"])
-    # 32 * 128 * 128 float32 and 3 * 8192 bfloat16; a layer has 4 KiB per token
-    state_tokens = (32 * 128 * 128 * 4 + 3 * 8192 * 2) / 4096
-    assert recurrent["block_size"] == 32 * -(-state_tokens // 32) == 544
-    managed = -(-(32000 + 511) // 544)
+    # the inputs of the convolution are bfloat16; a layer has 4 KiB per token
+    state_tokens = (32 * 128 * 128 * element_bytes + 3 * 8192 * 2) / 4096
+    assert recurrent["block_size"] == 32 * -(-state_tokens // 32) == tokens
+    managed = -(-(32000 + 511) // tokens)
     assert recurrent["stock_request"]["end"]["blocks"] == managed + 3 * 3
 
 
