@@ -1,4 +1,5 @@
-"""Time to render and tokenize a chat: without a policy, and with one that finds turns.
+"""Time to render and tokenize a chat: without a policy, and with one that finds turns
+or the system prompt.
 
 Renders one conversation as a server does, in one thread, without an engine.
 
@@ -21,14 +22,17 @@ from rich.table import Table
 
 POLICIES = {
     "no policy": None,
+    "snapkv": {"name": "snapkv"},
     "flowkv": {"name": "flowkv"},
     "epicache": {"name": "epicache", "base": "keydiff"},
+    "flowkv, no prefix": {"name": "flowkv", "shared_prefix": "none"},
 }
 
 
-def conversation(turns: int, words: int) -> list[dict[str, str]]:
+def conversation(turns: int, words: int, system_words: int) -> list[dict[str, str]]:
     """Questions and answers of ``words`` words each; the last question is live."""
-    messages = [{"role": "system", "content": "You answer questions of a traveller."}]
+    system = "You answer questions of a traveller. " * max(system_words // 6, 1)
+    messages = [{"role": "system", "content": system}]
     for number in range(turns):
         question = f"Question {number}: " + "what of the towns in the north? " * (
             words // 7
@@ -57,6 +61,7 @@ def renderer_of(model: str, policy: dict[str, Any] | None) -> Any:
     chat_episodes.geometry_of = lambda config: shape
     config = SimpleNamespace(
         additional_config={"kv_policy": policy} if policy else {},
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
         kv_transfer_config=None,
         model_config=ModelConfig(model=model, max_model_len=None),
         parallel_config=SimpleNamespace(_api_process_rank=0),
@@ -68,13 +73,14 @@ def main(
     model: str,
     turns: int = 40,
     words: Annotated[int, typer.Option(help="per message")] = 60,
+    system_words: Annotated[int, typer.Option(help="of the system prompt")] = 6,
     template: Annotated[Path | None, typer.Option(help="instead of MODEL's")] = None,
     rounds: int = 15,
 ) -> None:
     """Render the conversation in turns with every policy."""
     from vllm.renderers import ChatParams
 
-    messages = conversation(turns, words)
+    messages = conversation(turns, words, system_words)
     text = template.read_text() if template else None
     params = ChatParams(
         text, "auto", {"add_generation_prompt": True, "tokenize": False}
@@ -82,6 +88,7 @@ def main(
     renderers = {name: renderer_of(model, policy) for name, policy in POLICIES.items()}
     times: dict[str, list[float]] = {name: [] for name in renderers}
     found: dict[str, int | str] = dict.fromkeys(renderers, "")
+    shared = dict(found)
     tokens = 0
     for _ in range(rounds + 1):
         for name, renderer in renderers.items():
@@ -96,13 +103,15 @@ def main(
             parameters = prompt.get("kv_policy_parameters")
             if parameters is not None:
                 found[name] = len(parameters.get("turn_ends", ()))
+            shared[name] = prompt.get("kv_policy_shared_prefix", "")
     table = Table(title=f"{turns} turns, {tokens} tokens, {rounds} rounds")
-    for column in ("", "median ms", "fastest", "slowest", "turn ends found"):
+    columns = ("", "median ms", "fastest", "slowest", "turn ends", "prefix tokens")
+    for column in columns:
         table.add_column(column, justify="right")
     for name, each in times.items():
         del each[0]  # compiles the template
         figures = [f"{figure:.1f}" for figure in (median(each), min(each), max(each))]
-        table.add_row(name, *figures, str(found[name]))
+        table.add_row(name, *figures, str(found[name]), str(shared[name]))
     Console(width=100).print(table)
 
 

@@ -20,7 +20,7 @@ from vllm_kvplugins.vllm_adapter.config.request_params import (
     shared_prefix_problem,
 )
 from vllm_kvplugins.vllm_adapter.config.validation import prefix_problems
-from vllm_kvplugins.vllm_adapter.frontend import shared_prefix
+from vllm_kvplugins.vllm_adapter.frontend import chat_turns, shared_prefix
 from vllm_kvplugins.vllm_adapter.frontend.shared_prefix import PROMPT_KEY
 
 EACH = pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
@@ -83,6 +83,20 @@ def test_a_long_conversation_has_the_prefix_of_its_first_question(template):
     assert long[PROMPT_KEY] <= common(long, other)
     assert long[PROMPT_KEY] <= common(short, long)
     assert abs(long[PROMPT_KEY] - common(long, other)) <= 1
+
+
+@EACH
+def test_a_tokenizer_that_reports_no_characters_gives_the_same_prefix(
+    template, monkeypatch
+):
+    messages = [system(SYSTEM), user("Zagreb?")]
+    reported = rendered(template, messages)
+    # then tokens are compared instead of texts
+    monkeypatch.setattr(chat_turns, "_OFFSETS", "no such key")
+    prompt = rendered(template, messages)
+    assert prompt["prompt_token_ids"] == reported["prompt_token_ids"]
+    assert 0 <= reported[PROMPT_KEY] - prompt[PROMPT_KEY] <= 1  # see above
+    assert reported[PROMPT_KEY] > 10
 
 
 @EACH

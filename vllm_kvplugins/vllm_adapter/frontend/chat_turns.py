@@ -90,8 +90,8 @@ class _Call:
     """One call of vLLM's ``render_chat``, under a policy that may need turns.
 
     Attributes:
-        arguments: arguments of the call. If the policy needs turns, the tokenizer is to
-            report the characters of each token. Contents that are read again are no
+        arguments: arguments of the call. If turns or system prompts are searched, the
+            tokenizer is to report the characters of each token, and contents are no
             iterators.
     """
 
@@ -106,11 +106,9 @@ class _Call:
         self._finds_prefix = policy is not None and shared_prefix.are_found_in_chats(
             renderer.config, policy
         )
-        if self._finds_prefix:
-            materialize(self.arguments["conversations"])
-        if turns is None or self._policy is None:
+        self._history_only = bool(turns and turns.history_only)
+        if self._policy is None and not self._finds_prefix:
             return
-        self._history_only = turns.history_only
         params = self.arguments.get("tok_params") or renderer.default_chat_tok_params
         self._wants_offsets = params.return_token_offsets
         params = dataclasses.replace(params, return_token_offsets=True)
@@ -119,15 +117,19 @@ class _Call:
 
     async def add_parameters(self, prompts: Sequence[Any], steps: Steps) -> None:
         """Add the parameters of its request to each prompt."""
-        if self._finds_prefix:
-            await self._add_prefixes(prompts, steps)
-        if self._policy is None:
+        if self._policy is None and not self._finds_prefix:
             return
         conversations = self.arguments["conversations"]
         for messages, prompt in zip(conversations, prompts, strict=True):
             offsets = prompt.get(_OFFSETS)
             if not self._wants_offsets:
                 prompt.pop(_OFFSETS, None)
+            if self._finds_prefix and "prompt_token_ids" in prompt:
+                chat = self._rendered(messages, [], prompt, offsets)
+                found = await shared_prefix.system_prompt_tokens(chat, steps)
+                prompt[shared_prefix.PROMPT_KEY] = found
+            if self._policy is None:
+                continue
             # Images and other media change the length of the prompt; a policy may
             # still find turns in its tokens.
             if prompt["type"] == "token":
@@ -142,17 +144,6 @@ class _Call:
                 parameters = {TURN_ENDS: []} | parameters
             prompt[REQUEST_PARAMETERS] = parameters
 
-    async def _add_prefixes(self, prompts: Sequence[Any], steps: Steps) -> None:
-        """Add the length of its system prompt to each prompt."""
-        for messages, prompt in zip(
-            self.arguments["conversations"], prompts, strict=True
-        ):
-            tokens = prompt.get("prompt_token_ids")
-            if tokens is not None:
-                chat = self._rendered(messages, [], prompt, None)
-                found = await shared_prefix.system_prompt_tokens(chat, steps)
-                prompt[shared_prefix.PROMPT_KEY] = found
-
     def _rendered(
         self, messages: Any, starts: list[int], prompt: Any, offsets: Any
     ) -> RenderedChat:
@@ -160,7 +151,7 @@ class _Call:
             messages,
             starts,
             self.arguments["chat_params"],
-            self.arguments.get("tok_params") or self._renderer.default_chat_tok_params,
+            self.arguments["tok_params"],
             prompt["prompt_token_ids"],
             prompt.get("prompt"),
             offsets,

@@ -10,15 +10,16 @@ It depends on the request alone. What the prefix cache holds decides only whethe
 prefix is computed again, so an answer never depends on other requests.
 
 A chat's system prompt ends where two chats differ that ask different questions. The
-template is rendered once more with the system prompt and a mark as question, and the
-tokens before the mark are compared with those of the prompt::
+template is rendered once more with the system prompt and a mark as question, and what
+is before the mark is compared with the prompt::
 
     marked   system prompt, tools <user>MARK
     prompt   system prompt, tools <user>Why? <assistant> ...
              |<-- shared prefix -->|
 
-Cost per chat with a system prompt or tools: a rendering of these, and their
-tokenization.
+Cost per chat with a system prompt or tools: a rendering of these. The texts are
+compared, and the characters of each token tell which tokens are equal. If the tokenizer
+does not report them, the text before the mark is tokenized, too.
 """
 
 from __future__ import annotations
@@ -146,6 +147,11 @@ async def system_prompt_tokens(chat: RenderedChat, steps: Steps) -> int:
         before, is_written, _ = rendered["prompt"].partition(mark)
         if not is_written:
             return 0
+        if chat.offsets is not None and chat.text is not None:
+            same = len(before)
+            if not chat.text.startswith(before):
+                same = _common_length(before, chat.text)
+            return sum(1 for _ in takewhile(lambda span: span[1] <= same, chat.offsets))
         params = dataclasses.replace(
             chat.tok_params,
             max_total_tokens=None,
@@ -158,7 +164,7 @@ async def system_prompt_tokens(chat: RenderedChat, steps: Steps) -> int:
     return _common_length(tokens, chat.tokens)
 
 
-def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of first tokens that are equal."""
+def _common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Number of first tokens or characters that are equal."""
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
