@@ -70,7 +70,8 @@ class SpeedRounds:
             engine.close()
 
     def _open(self, policy: Mapping[str, Any] | None) -> EngineProcess:
-        given = None if policy is None else dict(policy)
+        # A session would hold the prompt of the round before.
+        given = None if policy is None else dict(policy) | {"sessions": False}
         engine = EngineProcess(given, **self._options)
         warm_up = list(self._prompt.token_ids[:_WARM_UP_TOKENS])
         engine.ask("turn", prompt=warm_up, turn_ends=[], max_tokens=4)
@@ -88,6 +89,11 @@ class SpeedRounds:
             turn_ends=ends,
             max_tokens=1 + SPEED_TOKENS,
         )
+        if answer["computed"] != len(self._prompt.token_ids):
+            raise RuntimeError(
+                f"{answer['computed']} of {len(self._prompt.token_ids)} prompt tokens "
+                "were computed; every round must compute all of them"
+            )
         times = answer["token_ms"]
         rate = 1e3 * SPEED_TOKENS / (times[-1] - times[0])
         return round(answer["first_ms"], 1), round(rate, 3)

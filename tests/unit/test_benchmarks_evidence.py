@@ -173,19 +173,23 @@ class TimedEngine:
     """Takes 100 ms to the first token and 10 ms per token; a policy twice as long."""
 
     log: ClassVar[list[str]] = []
+    remembered: ClassVar[int] = 0
 
     def __init__(self, policy, **engine):
         self.name = policy["name"] if policy else "stock"
         self.slow = 2 if policy else 1
         self.log.append(f"open {self.name}")
-        assert engine["enable_prefix_caching"] is False  # each round computes all of it
+        # each round computes all of it
+        assert engine["enable_prefix_caching"] is False
+        assert policy is None or policy["sessions"] is False
 
     def ask(self, command, prompt, turn_ends, max_tokens):
         assert command == "turn"
         if len(prompt) > 200:  # no warm-up
             self.log.append(f"{self.name} {turn_ends}")
         times = [self.slow * (100.0 + 10.0 * i) for i in range(max_tokens)]
-        return {"first_ms": times[0], "token_ms": times}
+        computed = len(prompt) - self.remembered
+        return {"first_ms": times[0], "token_ms": times, "computed": computed}
 
     def close(self):
         self.log.append(f"close {self.name}")
@@ -211,6 +215,18 @@ def test_policies_and_stock_take_turns_in_rounds_of_speed(monkeypatch):
         *("open flowkv", "stock []", "flowkv [250]", "close flowkv"),
         "close stock",
     ]
+
+
+def test_a_round_that_computes_a_part_of_its_prompt_is_an_error(monkeypatch):
+    monkeypatch.setattr(_evidence_speed, "EngineProcess", TimedEngine)
+    monkeypatch.setattr(_evidence_speed, "engine_options", lambda *a, **k: {})
+    monkeypatch.setattr(TimedEngine, "remembered", 200)
+    prompt = Prompt("passkey", "p", "p", tuple(range(300)), 250)
+    with (
+        SpeedRounds(SimpleNamespace(model="tiny"), prompt, 1024) as rounds,
+        pytest.raises(RuntimeError, match="100 of 300"),
+    ):
+        list(rounds.of({"name": "snapkv"}, [0]))
 
 
 @pytest.fixture
