@@ -9,14 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import sysconfig
 import tarfile
-import time
-import urllib.error
-import urllib.request
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import test_docker
+from live_server import metric, post, serving
 
 ROOT = Path(__file__).parents[2]
 # Git files that a source distribution does not need.
@@ -194,61 +191,14 @@ def doctor(python: Path, cwd: Path) -> dict[str, dict[str, str]]:
 
 @contextmanager
 def served(python: Path, model: str, cwd: Path) -> Iterator[str]:
-    """The address of a vLLM server with icecache, until the block ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """The address of a server with icecache, until the block ends."""
     settings = '{"budget": 64, "sinks": 4, "window": 32, "skip_layers": 0}'
-    command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", model]
-    command += ["--port", str(port), "--max-model-len", "2048", "--enforce-eager"]
-    command += ["--served-model-name", "m", "--kv-policy", "icecache"]
-    command += ["--kv-policy-config", settings]
-    log = cwd / "server.log"
-    with log.open("w") as output:
-        server = subprocess.Popen(command, cwd=cwd, stdout=output, stderr=output)
-    try:
-        base = f"http://127.0.0.1:{port}"
-        wait_until_ready(server, base, log)
+    policy = ("--kv-policy", "icecache", "--kv-policy-config", settings)
+    with serving(python, model, cwd, "--max-model-len", "2048", *policy) as base:
         yield base
-    finally:
-        server.terminate()
-        try:
-            server.wait(60)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-
-
-def wait_until_ready(server: subprocess.Popen, base: str, log: Path) -> None:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text()[-4000:]
-        try:
-            urllib.request.urlopen(f"{base}/health", timeout=5)
-            return
-        except (OSError, urllib.error.URLError):
-            time.sleep(0.5)
-    raise AssertionError(f"not ready after 300 s\n{log.read_text()[-4000:]}")
 
 
 def ask(base: str, question: str) -> str:
-    message = {"role": "user", "content": question}
-    body = {"model": "m", "messages": [message], "max_tokens": 8, "temperature": 0}
-    request = urllib.request.Request(
-        f"{base}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=300) as response:
-        return json.load(response)["choices"][0]["message"]["content"]
-
-
-def metric(base: str, name: str) -> float:
-    """The sum of a metric's samples."""
-    with urllib.request.urlopen(f"{base}/metrics", timeout=30) as response:
-        lines = response.read().decode().splitlines()
-    return sum(
-        float(line.rpartition(" ")[2])
-        for line in lines
-        if line.startswith((f"{name}{{", f"{name} "))
-    )
+    messages = [{"role": "user", "content": question}]
+    answer = post(base, "/v1/chat/completions", messages=messages, max_tokens=8)
+    return str(answer["choices"][0]["message"]["content"])
