@@ -30,8 +30,16 @@ _PRELOADED = (
     "torch",
     "transformers",
     "vllm",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.entrypoints.launchers.cli_args",
     "vllm.entrypoints.llm",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.llama",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.plugins.lora_resolvers.hf_hub_resolver",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.async_scheduler",
+    "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
 )
@@ -45,6 +53,7 @@ def serve() -> None:
     os.dup2(2, 1)
     for name in _PRELOADED:
         import_module(name)
+    _do_once()
     threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
     assert threads == 1, f"{threads} threads; a fork would copy one of them"
     gc.collect()
@@ -64,6 +73,19 @@ def serve() -> None:
             finally:
                 _leave(code)
         print(_wait(child), file=replies, flush=True)
+
+
+def _do_once() -> None:
+    """Do what every engine would do again: a third of the start of a tiny one."""
+    # vLLM looks at a model's class for the first time in a process of its own, which
+    # imports vLLM again: 20 seconds. The engine loads the class here anyway.
+    registry = import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda look: look()
+    # Functions in place of Triton's kernels, where there is no Triton: vLLM looks for
+    # references to them in all modules.
+    platform = import_module("vllm.platforms.cpu").CpuPlatform
+    platform.register_triton_kernel_overrides()
+    platform.register_triton_kernel_overrides = staticmethod(lambda: None)
 
 
 def _leave(code: int) -> None:

@@ -16,8 +16,8 @@ from vllm_kvplugins.policies import available_policies
 
 pytestmark = pytest.mark.engine
 
-# Kinds whose demos need several turns. The test of the wheel serves icecache.
-SAMPLE = ("flowkv", "epicache")
+# Its demo has several turns, with sessions. The test of the wheel serves icecache.
+SAMPLE = ("flowkv",)
 
 
 def served(model: str, policy: str, talks: list[str]) -> list[Result]:

@@ -395,6 +395,7 @@ def vllm_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
             ["--kv-policy", "snapkv", "--kv-policy-config", "{budget: 5"],
             ["[KVP028]", "{budget: 5", '{"budget": 512}'],
             id="broken JSON",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["--kv-policy-config", '{"budget": 512}'],

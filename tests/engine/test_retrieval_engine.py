@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from harness import INTERPRETED, run_scenario
 from policy_settings import policies_that, retrieve
@@ -13,7 +15,8 @@ pytestmark = pytest.mark.engine
 RETRIEVERS = policies_that(retrieve)
 SMALL = {"skip_layers": 1, "sinks": 16, "window": 32}
 LENGTHS = [100, 700, 1500]
-ROUNDS, SAMPLES = (20, 3) if INTERPRETED else (40, 6)
+_ALL = os.environ.get("KVP_TEST_TIER") == "all"
+ROUNDS, SAMPLES = (40, 6) if _ALL and not INTERPRETED else (20, 3)
 
 
 @pytest.mark.proves(policy="name")

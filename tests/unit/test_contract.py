@@ -177,7 +177,29 @@ CASES = [
     for budget in BUDGETS
     if budget == "half" or pair[1] in ("none", "uniform", "cross-layer")
 ]
-cases = pytest.mark.parametrize("case", CASES, ids=case_id)
+
+
+def in_default_tier(case: tuple[str, str, str]) -> bool:
+    """One page under one allocator, half of the prompt under two: one makes a table
+    per layer, the other changes from policy to policy.
+    """
+    name, allocator, budget = case
+    if budget != "half":
+        return budget == "one-page" and allocator in ("none", "uniform")
+    others = sorted(set(ALLOCATORS) - {"cross-layer"})
+    names = list(dict.fromkeys(pair[0] for pair in pairs()))
+    turn = others[names.index(name) % len(others)]
+    return allocator in ("none", "cross-layer", turn)
+
+
+cases = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if in_default_tier(case) else pytest.mark.slow)
+        for case in CASES
+    ],
+    ids=case_id,
+)
 
 
 @cases

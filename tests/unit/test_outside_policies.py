@@ -107,35 +107,36 @@ class Toy(Compressor):
     def observes(self):
         return 1
 """
-# case: entry point, module, code of the refusal
+# name: class in a module of this name, the module, code of the refusal
 BROKEN = {
-    "no such class": ("my_policy:Missing", "", "KVP103"),
-    "import fails": ("my_policy:Toy", "raise OSError('no disk')", "KVP103"),
-    "not a policy": ("my_policy:Toy", "class Toy: name = 'toy'", "KVP104"),
-    "another name": (
-        "my_policy:Toy",
+    "no_such_class": ("Missing", "", "KVP103"),
+    "import_fails": ("Toy", "raise OSError('no disk')", "KVP103"),
+    "not_a_policy": ("Toy", "class Toy: name = 'not_a_policy'", "KVP104"),
+    "another_name": (
+        "Toy",
         "from vllm_kvplugins.policies.snapkv import SnapKV as Toy",
         "KVP105",
     ),
-    "a removed hook": ("my_policy:Toy", OLD_HOOK, "KVP106"),
+    "toy": ("Toy", OLD_HOOK, "KVP106"),
 }
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_policy_that_cannot_be_loaded_is_named_and_the_others_work(tmp_path, case):
-    path, module, code = BROKEN[case]
-    install(tmp_path, module, {"toy": path})
+def test_policies_that_cannot_be_loaded_are_named_and_the_others_work(tmp_path):
+    install(tmp_path, "", {name: f"{name}:{cls}" for name, (cls, *_) in BROKEN.items()})
+    for name, (_, module, _) in BROKEN.items():
+        (tmp_path / f"{name}.py").write_text(module)
     done = run(tmp_path, "-m", "vllm_kvplugins.cli", "list", "--json")
     assert done.returncode == 0, done.stderr
     listed = json.loads(done.stdout)
-    (broken,) = listed["broken"]
-    assert broken["name"] == "toy"
-    assert codes_in(broken["problem"]) == (code,)
+    broken = {entry["name"]: codes_in(entry["problem"]) for entry in listed["broken"]}
+    assert broken == {name: (code,) for name, (*_, code) in BROKEN.items()}
     assert "snapkv" in {entry["name"] for entry in listed["policies"]}
     shown = run(tmp_path, "-m", "vllm_kvplugins.cli", "list")
-    assert "toy" in shown.stdout
     doctor = "from vllm_kvplugins.cli.checks import other_policies as c; print(c())"
-    assert code in run(tmp_path, "-c", doctor).stdout
+    checked = run(tmp_path, "-c", doctor).stdout
+    for name, (*_, code) in BROKEN.items():
+        assert name in shown.stdout
+        assert code in checked
 
 
 def test_a_policy_without_a_score_is_refused_before_it_runs(tmp_path):

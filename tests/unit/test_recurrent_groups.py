@@ -18,7 +18,7 @@ import transformers
 from tiny_model import write_tokenizer
 from tiny_recurrent import RECURRENT, config_of
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models import ModelRegistry, registry
 from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
@@ -52,6 +52,8 @@ def _environment(monkeypatch):
     from vllm_kvplugins.plugin import register
 
     register()
+    # vLLM looks at a class for the first time in a process of its own, for 20 seconds
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
     # vLLM would reconfigure this process's loggers
     monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "0")
     environment = dict(os.environ)
