@@ -334,6 +334,7 @@ def test_results_may_be_written_in_any_form(prompt, ends):
     [
         "<s>Why?<a>call<t>rain<a>call<t>sun<a>",
         "<u>Why?<a>call<t>rain<a>call<t>sun<b>",
+        "<u>Why?<a>call<t>rain<a>call<t>sun<a>more",
         "<u>Why?<a>cell<t>rain<a>call<t>sun<a>",
         "<u>Why not?<a>call<t>rain<a>call<t>sun<a>",
     ],
