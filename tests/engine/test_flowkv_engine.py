@@ -169,6 +169,20 @@ def test_an_agent_compresses_every_turn_once(model_path, family):
 
 
 @pytest.mark.slow
+def test_an_agent_compresses_a_loop_before_it_ends(model_path):
+    """The front end finds the rounds, and sessions continue behind their cuts."""
+    small = {"ratio": 0.4, "floor": 4, "base_config": {"window": 4, "kernel_size": 3}}
+    policy = {"name": "flowkv", "loop_tokens": 40, **small}
+    requests = run_scenario(
+        "scenarios_flowkv:agent",
+        {"model": model_path, "policy": policy, "family": "qwen3"},
+    )["requests"]
+    compacted = [at for request in requests for at in request["compacted_at"]]
+    assert compacted == sorted(set(compacted))
+    assert set(compacted) - set(requests[-1]["ends"]), "inside a turn"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_epicache_compresses_the_history_of_an_agent(model_path, family):
     policy = {"name": "epicache", "base": "keydiff", "budget": 128, "prefill_block": 64}
