@@ -92,6 +92,7 @@ class Driver:
         lora: Any = None,
         kv_session: bool | None = None,
         shared_prefix: Any = None,
+        loop_ends: Any = None,
     ) -> None:
         from vllm import SamplingParams
 
@@ -100,6 +101,7 @@ class Driver:
             "patched_prompt": patched,
             "kv_session": kv_session,
             "shared_prefix": shared_prefix,
+            "loop_ends": loop_ends,
         }
         extra = {name: value for name, value in extra.items() if value is not None}
 

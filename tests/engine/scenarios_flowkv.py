@@ -71,6 +71,78 @@ def conversation(
     return {"requests": requests}
 
 
+def tool_loop(
+    model: str, policy: dict[str, Any], rounds: int, result: int
+) -> dict[str, Any]:
+    """All requests of a turn with a tool loop, and of the next turn.
+
+    Each is sent twice: continuing the session of the one before, and without sessions.
+
+    Args:
+        rounds: the model is asked so often for a call; results have ``result`` tokens.
+
+    Returns:
+        Per request: its length, both answers, restored tokens, where it was compacted,
+        how many blocks it held when it decoded, and those of its plan; for each of its
+        compactions, the fewest tokens of the question that a head kept.
+    """
+    llm = make_llm(model, policy, num_gpu_blocks_override=400)
+    driver = Driver(llm)
+    llm.collective_rpc("kv_policy_record", args=(True,))
+    prompt = random_tokens(1, 230, VOCABULARY)
+    question = range(150, 230)
+    ends, parts, requests = [question.start], [question.stop], []
+    for number in range(rounds + 2):
+        name = f"request-{number}"
+        # The newest round is not finished.
+        finished = parts if number > rounds else parts[:-1]
+        turns = {
+            "turn_ends": list(ends),
+            "loop_ends": finished if len(finished) > 1 else [],
+        }
+        driver.add(f"{name}-alone", prompt, 4, kv_session=False, salt="other", **turns)
+        driver.run()
+        llm.collective_rpc("kv_policy_take_records")
+        driver.add(name, prompt, 4, **turns)
+        (request,) = (*driver.scheduler.waiting, *driver.scheduler.running)
+        driver.step_until(lambda name=name: len(driver.tokens[name]) >= 3)
+        plan = driver.manager.plans.of(request)
+        held = _held(driver, request.request_id)
+        planned = plan.resident_blocks(request.num_computed_tokens)
+        driver.run()
+        driver.step()
+        (records,) = llm.collective_rpc("kv_policy_take_records")
+        requests.append(
+            {
+                "tokens": len(prompt),
+                "answers": [driver.tokens[name], driver.tokens[f"{name}-alone"]],
+                "restored": driver.cached.get(name, 0),
+                "compacted_at": [record.computed_tokens for record in records],
+                "held": held,
+                "planned": planned,
+                "of_question": [
+                    min(
+                        len(set(question) & set(head))
+                        for layer in record.kept_positions
+                        for head in layer
+                    )
+                    for record in records
+                ],
+            }
+        )
+        prompt = prompt + driver.tokens[name]
+        if number < rounds:
+            prompt = prompt + random_tokens(9 + number, result, VOCABULARY)
+            parts.append(len(prompt))
+        else:
+            ends.append(len(prompt))
+            prompt = prompt + random_tokens(99, 40, VOCABULARY)
+    driver.check_blocks()
+    driver.step()
+    assert driver.check_policy_state() == 0
+    return {"requests": requests, "ends": ends, "parts": parts}
+
+
 def refusals(model: str, turn_ends: list[Any]) -> dict[str, Any]:
     """The refusal of each invalid ``turn_ends``; the engine goes on."""
     from vllm.exceptions import VLLMValidationError

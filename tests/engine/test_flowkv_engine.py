@@ -80,6 +80,35 @@ def test_the_company_changes_no_token(tiny_model, runs):
         assert other["kept"] == ours["kept"]
 
 
+def test_a_long_tool_loop_is_compressed_before_it_ends(tiny_model):
+    """The question stays whole, and restored requests equal recomputed ones."""
+    policy = FLOW | {"sessions": True, "loop_tokens": 150}
+    report = run_scenario(
+        "scenarios_flowkv:tool_loop",
+        {"model": tiny_model, "policy": policy, "rounds": 8, "result": 60},
+    )
+    requests, (preamble, answered, _), parts = (
+        report[key] for key in ("requests", "ends", "parts")
+    )
+    for request in requests:
+        restored, recomputed = request["answers"]
+        assert restored == recomputed
+        assert request["held"] == request["planned"]
+    compacted = [at for request in requests for at in request["compacted_at"]]
+    assert compacted == sorted(set(compacted)), "never the same twice"
+    # Rounds of 64 tokens: every third one ends more than 150 tokens behind the last.
+    assert compacted == [preamble, *parts[3:-1:3], answered]
+    assert requests[0]["of_question"] == [0], "it follows the preamble"
+    assert all(tokens == 80 for r in requests[1:] for tokens in r["of_question"])
+    # It restarts at the cut, or behind it, and computes the queries that score there.
+    for request in requests[1:]:
+        computed = request["tokens"] - request["restored"]
+        assert computed <= 60 + 4 + (4 + 60 + 16 if request["compacted_at"] else 0)
+    loop, question = requests[8], 80 + 2 * 32
+    assert loop["tokens"] > 720
+    assert loop["held"] * 32 <= 0.3 * loop["tokens"] + question + 150 + 2 * 64
+
+
 def test_nonsense_is_refused_and_the_engine_goes_on(tiny_model):
     cases = [[0], [101], [5, 5], [9, 4], "12", [1.5], [True], {"a": 1}, [[1]], -3]
     report = run_scenario(
@@ -137,6 +166,20 @@ def test_an_agent_compresses_every_turn_once(model_path, family):
         assert all(at <= request["ends"][-1] for at in request["compacted_at"])
     assert "Look at Turku again." in requests[-1]["history"]
     assert "Sorry, and Oslo?" not in requests[-1]["history"]
+
+
+@pytest.mark.slow
+def test_an_agent_compresses_a_loop_before_it_ends(model_path):
+    """The front end finds the rounds, and sessions continue behind their cuts."""
+    small = {"ratio": 0.4, "floor": 4, "base_config": {"window": 4, "kernel_size": 3}}
+    policy = {"name": "flowkv", "loop_tokens": 40, **small}
+    requests = run_scenario(
+        "scenarios_flowkv:agent",
+        {"model": model_path, "policy": policy, "family": "qwen3"},
+    )["requests"]
+    compacted = [at for request in requests for at in request["compacted_at"]]
+    assert compacted == sorted(set(compacted))
+    assert set(compacted) - set(requests[-1]["ends"]), "inside a turn"
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from vllm_kvplugins.engine.requests import Row
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.ops import scatter_tokens
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.plan.geometry import Geometry, ToolLoop
 from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
 from vllm_kvplugins.scoring.logits import LogitRules
 
@@ -47,7 +47,7 @@ class Request:
         table: block ids by logical index; entries of freed blocks are stale.
         held: logical indices that it holds.
         kept: what its compactions kept, since it last started.
-        turn_ends: of its prompt.
+        turn_ends, loops: of its prompt.
         restored: the compaction behind the cache that it started from.
         patched: its patched prompt.
         prefix: name of its shared prefix; "": none.
@@ -67,6 +67,7 @@ class Request:
     held: set[int] = field(default_factory=set)
     kept: list[Kept] = field(default_factory=list)
     turn_ends: tuple[int, ...] = ()
+    loops: tuple[ToolLoop, ...] = ()
     restored: Compaction | None = None
     patched: tuple[int, ...] = ()
     prefix: str = ""
@@ -189,6 +190,7 @@ class FakeEngine:
         patched: tuple[int, ...] = (),
         prefix: str = "",
         shared: int = 0,
+        loop_ends: tuple[int, ...] = (),
     ) -> Request:
         """A new request.
 
@@ -198,11 +200,14 @@ class FakeEngine:
         request = self.requests[name] = Request.make(name, prompt, answer)
         self._round(request)
         request.turn_ends, request.patched = turn_ends, patched
+        request.loops = ToolLoop.of_ends(turn_ends, loop_ends)
         request.prefix, request.shared = prefix, shared
         if shared:
             tokens = shared * self.block
             request.begin_with(Request.make(prefix, tokens, 0), tokens)
-        self.runtime.add_request(name, range(prompt), turn_ends, patched, shared)
+        self.runtime.add_request(
+            name, range(prompt), turn_ends, patched, shared, loop_ends
+        )
         self._hit(request)
         return request
 
@@ -239,7 +244,11 @@ class FakeEngine:
     def plan(self, name: str) -> ResidencyPlan:
         request = self.requests[name]
         return self.runtime.plan(
-            request.prompt, request.turn_ends, request.restored, request.shared
+            request.prompt,
+            request.turn_ends,
+            request.restored,
+            request.shared,
+            request.loops,
         )
 
     def remove(self, name: str) -> Request:

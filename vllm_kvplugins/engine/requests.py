@@ -10,7 +10,7 @@ import torch
 
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.windows import StepQueries, Window
-from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.plan.geometry import Geometry, ToolLoop
 from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.policies.base import KVCachePolicy
 
@@ -70,6 +70,7 @@ class RequestPrompts:
         self._policy = policy
         self.tokens: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
         self._turn_ends: dict[str, tuple[int, ...]] = {}
+        self._loops: dict[str, tuple[ToolLoop, ...]] = {}
         self._shared_blocks: dict[str, int] = {}
 
     def add(
@@ -79,24 +80,35 @@ class RequestPrompts:
         turn_ends: Sequence[int] | None,
         patched_prompt: Sequence[int],
         shared_blocks: int = 0,
+        loop_ends: Sequence[int] | None = None,
     ) -> None:
         """Add a new request.
 
         Args:
             turn_ends: token counts at which turns end, if the request sent them.
             shared_blocks: blocks of its shared prefix.
+            loop_ends: token counts at which parts of its tool loops end, if the request
+                sent them.
         """
         policy = self._policy
         if policy.probing is not None or policy.spans is not None:
             self.tokens[request_id] = prompt, patched_prompt
         if policy.turns is not None:
-            self._turn_ends[request_id] = policy.turns.turn_ends(prompt, turn_ends)
+            ends = policy.turns.turn_ends(prompt, turn_ends)
+            self._turn_ends[request_id] = ends
+            loops = policy.turns.tool_loops(prompt, ends, loop_ends)
+            if loops:
+                self._loops[request_id] = loops
         if shared_blocks:
             self._shared_blocks[request_id] = shared_blocks
 
     def turn_ends(self, request_id: str) -> tuple[int, ...]:
         """Token counts at which turns of the prompt end; empty without turns."""
         return self._turn_ends.get(request_id, ())
+
+    def loops(self, request_id: str) -> tuple[ToolLoop, ...]:
+        """Tool loops of the prompt; empty without turns."""
+        return self._loops.get(request_id, ())
 
     def shared_blocks(self, request_id: str) -> int:
         """Blocks of the shared prefix; 0 without one."""
@@ -106,12 +118,13 @@ class RequestPrompts:
         """Remove a request that has ended."""
         self.tokens.pop(request_id, None)
         self._turn_ends.pop(request_id, None)
+        self._loops.pop(request_id, None)
         self._shared_blocks.pop(request_id, None)
 
     @property
     def request_ids(self) -> set[str]:
         """Requests that have an entry."""
-        return {*self.tokens, *self._turn_ends, *self._shared_blocks}
+        return {*self.tokens, *self._turn_ends, *self._loops, *self._shared_blocks}
 
 
 @dataclass(slots=True)

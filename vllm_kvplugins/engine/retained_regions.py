@@ -49,13 +49,18 @@ class RetainedRegions:
         return owned.owned - int(row.after_tokens % self.heap.layout.block_size > 0)
 
     def fixed(self, compaction: Compaction, resident: Resident | None) -> torch.Tensor:
-        """int64 [rows]: first pages that stay whole; the shared prefix always does."""
-        if not compaction.fixed_blocks:
+        """int64 [rows]: first pages that stay whole; the shared prefix always does.
+
+        Rows have different numbers of pages in the retained region. Behind it, each
+        has one page per block.
+        """
+        if resident is None or not compaction.fixed_blocks:
             rows, device = self.heap.rows, self.heap.pages.device
-            shared = compaction.shared_blocks
-            return torch.full((rows,), shared, dtype=torch.int64, device=device)
-        assert resident is not None, "a first compaction has no fixed blocks"
-        return self.tables.retained(resident.slot_index)[1]
+            pages = compaction.shared_blocks + compaction.fixed_blocks
+            return torch.full((rows,), pages, dtype=torch.int64, device=device)
+        stop = compaction.candidates.start + compaction.fixed_blocks
+        behind_region = stop - resident.tail_block
+        return self.tables.retained(resident.slot_index)[1] + behind_region
 
     def compact(
         self,

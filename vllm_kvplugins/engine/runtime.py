@@ -48,7 +48,7 @@ from vllm_kvplugins.engine.step_requirements import (
     StepRequirements,
 )
 from vllm_kvplugins.engine.windows import StepQueries
-from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.plan.geometry import Geometry, Lengths, ToolLoop
 from vllm_kvplugins.plan.plan_cache import PlanCache
 from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
 from vllm_kvplugins.policies.base import KVCachePolicy
@@ -175,9 +175,10 @@ class PolicyRuntime:
         turn_ends: tuple[int, ...] = (),
         restored: Compaction | None = None,
         shared_blocks: int = 0,
+        loops: tuple[ToolLoop, ...] = (),
     ) -> ResidencyPlan:
         """The plan of a request with this prompt."""
-        lengths = Lengths(prompt_tokens, turn_ends, restored, shared_blocks)
+        lengths = Lengths(prompt_tokens, turn_ends, restored, shared_blocks, loops)
         return self._plans.get(lengths)
 
     def _plan_of(self, request_id: str, prompt_tokens: int) -> ResidencyPlan:
@@ -186,6 +187,7 @@ class PolicyRuntime:
             self._prompts.turn_ends(request_id),
             self.request_state(request_id).restored,
             self._prompts.shared_blocks(request_id),
+            self._prompts.loops(request_id),
         )
 
     def add_request(
@@ -195,6 +197,7 @@ class PolicyRuntime:
         turn_ends: Sequence[int] | None = None,
         patched_prompt: Sequence[int] = (),
         shared_blocks: int = 0,
+        loop_ends: Sequence[int] | None = None,
     ) -> None:
         """Store a new request's prompt, turns and prefix, if the policy needs them.
 
@@ -202,9 +205,13 @@ class PolicyRuntime:
             turn_ends: token counts at which turns end, if the request sent them.
             patched_prompt: token ids that probes use instead of the prompt's end.
             shared_blocks: blocks of its shared prefix.
+            loop_ends: token counts at which parts of its tool loops end, if the request
+                sent them.
         """
         prompts = self._prompts
-        prompts.add(request_id, prompt, turn_ends, patched_prompt, shared_blocks)
+        prompts.add(
+            request_id, prompt, turn_ends, patched_prompt, shared_blocks, loop_ends
+        )
 
     # -- one step -----------------------------------------------------------
 

@@ -55,8 +55,9 @@ class Compaction:
         candidates: the blocks whose tokens compete for the retained region.
         retained: the retained region, the last blocks of ``candidates``. The kept
             tokens move here; all other blocks of ``candidates`` are freed.
-        fixed_blocks: size of the previous retained region if it moves here whole, else
-            0. Only later tokens then compete, for the remaining blocks.
+        fixed_blocks: how many first blocks of ``candidates`` move here whole: the
+            previous retained region, and any blocks behind it. Only later tokens then
+            compete, for the remaining blocks. 0: all candidates compete.
         shared_blocks: blocks of the shared prefix, in front of all candidates. They
             stay in place.
     """
@@ -188,7 +189,7 @@ class ResidencyPlan:
     shared_blocks: int = 0
 
     def __post_init__(self) -> None:
-        previous_at, first_held = 0, self.shared_blocks
+        previous_at, first_held, last_region = 0, self.shared_blocks, 0
         for part in (*self.compactions, self.decode_compaction):
             if part is not None and part.shared_blocks != self.shared_blocks:
                 raise ValueError(
@@ -211,7 +212,14 @@ class ResidencyPlan:
                     f"candidates {compaction.candidates} do not start at block "
                     f"{first_held}, the first block that is still held"
                 )
+            if 0 < compaction.fixed_blocks < last_region:
+                raise ValueError(
+                    f"{compaction.fixed_blocks} fixed blocks are a part of the "
+                    f"previous retained region of {last_region} blocks, which stays "
+                    "whole or competes whole"
+                )
             previous_at, first_held = compaction.at_tokens, compaction.retained.start
+            last_region = len(compaction.retained)
         decoding = self.decode_compaction
         if decoding and decoding.first_at_block * self.block_size <= previous_at:
             raise ValueError(

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_kvplugins.budgets import PageAllocator, Uniform
 from vllm_kvplugins.budgets.base import LoadFingerprint
-from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.plan.geometry import Geometry, Lengths, ToolLoop
 from vllm_kvplugins.plan.residency_plan import ResidencyPlan
 from vllm_kvplugins.policies.hook_names import refuse_hook_names
 from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
@@ -293,6 +293,17 @@ class KVCachePolicy(BaseModel, ABC):
         """``Turns.turn_ends``; none if the policy does not use turns."""
         turns = self.turns
         return turns.turn_ends(prompt, requested) if turns else ()
+
+    @final
+    def find_tool_loops(
+        self,
+        prompt: Sequence[int],
+        turn_ends: Sequence[int],
+        requested: Sequence[int] | None,
+    ) -> tuple[ToolLoop, ...]:
+        """``Turns.tool_loops``; none if the policy does not use turns."""
+        turns = self.turns
+        return turns.tool_loops(prompt, turn_ends, requested) if turns else ()
 
     @property
     @final

@@ -30,7 +30,7 @@ import torch
 
 if TYPE_CHECKING:
     from vllm_kvplugins.episodes.settings import EpisodeSettings
-    from vllm_kvplugins.plan.geometry import Geometry
+    from vllm_kvplugins.plan.geometry import Geometry, ToolLoop
     from vllm_kvplugins.policies.base import LayerView
 
 # Text to token ids, without special tokens.
@@ -187,10 +187,13 @@ class Turns(ABC):
             ``user_opening`` and ``tool_opening``). Chat requests send turn ends.
         history_only: the only turn that counts is the history before the live turn;
             chat requests send where it ends.
+        loop_tokens: the policy also compresses parts of tool loops with more tokens
+            than these; chat requests send where their parts end. None: it does not.
     """
 
     finds_in_prompt: ClassVar[bool] = False
     history_only: ClassVar[bool] = False
+    loop_tokens: int | None = None
 
     @abstractmethod
     def turn_ends(
@@ -206,6 +209,22 @@ class Turns(ABC):
         Returns:
             Token counts in ascending order, none larger than the prompt.
         """
+
+    def tool_loops(
+        self,
+        prompt: Sequence[int],
+        turn_ends: Sequence[int],
+        requested: Sequence[int] | None,
+    ) -> tuple[ToolLoop, ...]:
+        """The tool loops of a prompt; ``plan`` gets them as ``lengths.loops``. Pure.
+
+        Args:
+            prompt: token ids.
+            turn_ends: what the method of this name returned.
+            requested: ends of questions and of finished rounds that the request names,
+                already validated (``ToolLoop.of_ends``); None if it names none.
+        """
+        return ()
 
 
 @dataclass(frozen=True, slots=True)

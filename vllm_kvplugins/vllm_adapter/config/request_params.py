@@ -1,4 +1,4 @@
-"""Parameters of a request: turn ends, patched prompt, sessions, shared prefix.
+"""Parameters of a request: turns, tool loops, patched prompt, sessions, shared prefix.
 
 They are in ``SamplingParams.extra_args``; over HTTP, clients send them in
 ``vllm_xargs``.
@@ -12,6 +12,7 @@ from vllm_kvplugins.errors import coded
 from vllm_kvplugins.policies.base import KVCachePolicy
 
 TURN_ENDS = "turn_ends"
+LOOP_ENDS = "loop_ends"
 PATCHED_PROMPT = "patched_prompt"
 KV_SESSION = "kv_session"
 SHARED_PREFIX = "shared_prefix"
@@ -23,6 +24,17 @@ def requested_turn_ends(sampling_params: Any) -> list[int] | None:
     """The request's turn ends, as token counts; None if it has none."""
     turn_ends: list[int] | None = _extra_args(sampling_params).get(TURN_ENDS)
     return turn_ends
+
+
+def requested_loop_ends(sampling_params: Any) -> list[int] | None:
+    """Where parts of the request's tool loops end; None if it names no turns either.
+
+    A request that names only turns has no loops.
+    """
+    loop_ends: list[int] | None = _extra_args(sampling_params).get(LOOP_ENDS)
+    if loop_ends is None and requested_turn_ends(sampling_params) is not None:
+        return []
+    return loop_ends
 
 
 def requested_patched_prompt(sampling_params: Any) -> list[int]:
@@ -109,18 +121,43 @@ def turn_ends_problem(sampling_params: Any, prompt_tokens: int) -> str | None:
     turn_ends = requested_turn_ends(sampling_params)
     if turn_ends is None:
         return None
-    if (
-        not isinstance(turn_ends, list)
-        or not all(type(end) is int for end in turn_ends)
-        or turn_ends != sorted(set(turn_ends))
-        or any(not 0 < end <= prompt_tokens for end in turn_ends)
-    ):
+    if not _are_ends(turn_ends, prompt_tokens):
         return coded(
             "KVP504",
             f"turn_ends must be ascending token counts from 1 to {prompt_tokens}, the "
             f"length of the prompt; got {shown(turn_ends)}",
         )
     return None
+
+
+def loop_ends_problem(sampling_params: Any, prompt_tokens: int) -> str | None:
+    """Why the loop ends of a request are invalid; None if they are valid."""
+    loop_ends = requested_loop_ends(sampling_params)
+    if loop_ends is None:
+        return None
+    if not _are_ends(loop_ends, prompt_tokens):
+        return coded(
+            "KVP514",
+            f"loop_ends must be ascending token counts from 1 to {prompt_tokens}, the "
+            f"length of the prompt; got {shown(loop_ends)}",
+        )
+    if requested_turn_ends(sampling_params) is None:
+        return coded(
+            "KVP514",
+            "loop_ends needs turn_ends, which state to which turns they belong; add "
+            "turn_ends ([] if no turn has ended), or remove loop_ends",
+        )
+    return None
+
+
+def _are_ends(ends: Any, prompt_tokens: int) -> bool:
+    """Whether a value from a request is a list of ascending counts of its tokens."""
+    return (
+        isinstance(ends, list)
+        and all(type(end) is int for end in ends)
+        and ends == sorted(set(ends))
+        and all(0 < end <= prompt_tokens for end in ends)
+    )
 
 
 def patched_prompt_problem(

@@ -19,10 +19,16 @@ from vllm.renderers.base import BaseRenderer
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config.engine_config import policy_of
 from vllm_kvplugins.vllm_adapter.config.request_params import (
+    LOOP_ENDS,
     TURN_ENDS,
+    requested_loop_ends,
     requested_turn_ends,
 )
-from vllm_kvplugins.vllm_adapter.frontend import chat_episodes, shared_prefix
+from vllm_kvplugins.vllm_adapter.frontend import (
+    chat_episodes,
+    loop_search,
+    shared_prefix,
+)
 from vllm_kvplugins.vllm_adapter.frontend.conversation_turns import turn_starts
 from vllm_kvplugins.vllm_adapter.frontend.turn_search import (
     RenderedChat,
@@ -67,12 +73,15 @@ def install() -> None:
 def add_parameters(policy: KVCachePolicy, prompt: Any, sampling_params: Any) -> None:
     """Copy the parameters found for a rendered prompt into its request.
 
-    A request that brings its own turn ends stays unchanged.
+    A request that brings its own turn ends, or loop ends, stays unchanged.
     """
     parameters = prompt.get(REQUEST_PARAMETERS) if isinstance(prompt, dict) else None
     if policy.turns is None or parameters is None or sampling_params is None:
         return
-    if requested_turn_ends(sampling_params) is None:
+    if (
+        requested_turn_ends(sampling_params) is None
+        and requested_loop_ends(sampling_params) is None
+    ):
         # A new dictionary: other requests may share the old one.
         sampling_params.extra_args = (sampling_params.extra_args or {}) | parameters
 
@@ -107,6 +116,7 @@ class _Call:
             renderer.config, policy
         )
         self._history_only = bool(turns and turns.history_only)
+        self._loop_tokens = turns.loop_tokens if turns else None
         if self._policy is None and not self._finds_prefix:
             return
         params = self.arguments.get("tok_params") or renderer.default_chat_tok_params
@@ -160,14 +170,18 @@ class _Call:
     async def _parameters(
         self, messages: Any, prompt: Any, offsets: Any, steps: Steps
     ) -> dict[str, Any]:
-        """Request parameters for a chat: its turn ends and, with EpiCache, episode."""
+        """Request parameters for a chat: its turns and, with EpiCache, its episode."""
         starts = turn_starts(messages)
         if self._history_only and not any(starts):
             return {}  # There is no history.
         chat = self._rendered(messages, starts, prompt, offsets)
-        ends = await turn_ends(chat, self._renderer.get_tokenizer(), steps)
+        tokenizer = self._renderer.get_tokenizer()
+        ends = await turn_ends(chat, tokenizer, steps)
         if not self._history_only:
-            return {TURN_ENDS: ends}
+            of_loops = await loop_search.loop_ends(
+                chat, ends, self._loop_tokens, tokenizer, steps
+            )
+            return {TURN_ENDS: ends} | ({LOOP_ENDS: of_loops} if of_loops else {})
         # In a thread, because the encoder would block the event loop.
         parameters: dict[str, Any] = await steps.in_thread(
             chat_episodes.request_parameters,

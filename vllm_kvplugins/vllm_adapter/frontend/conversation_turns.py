@@ -11,6 +11,8 @@ Knows neither templates nor tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 # Roles of messages that ask; all others (assistant, tool, function, ...) answer.
@@ -48,6 +50,48 @@ def turn_starts(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     return starts
 
 
+@dataclass(frozen=True, slots=True)
+class TurnParts:
+    """Messages at which the parts of a turn end, by index.
+
+    Attributes:
+        question: the last message of its question.
+        results: of each round of a tool loop, the last result.
+        finished_rounds: how many first rounds the model has answered.
+    """
+
+    question: int
+    results: tuple[int, ...]
+    finished_rounds: int
+
+
+def turn_parts(
+    messages: Sequence[Mapping[str, Any]], starts: Sequence[int]
+) -> list[TurnParts]:
+    """The parts of every turn.
+
+    A round is a message of the assistant with the results of its calls. The next
+    message of the assistant answers it, unless it is the last of the chat, which the
+    model may be about to continue.
+    """
+    roles = [message.get("role") for message in messages]
+    parts = []
+    for start, stop in pairwise([*starts, len(messages)]):
+        asks = [role in _ASKING for role in roles[start:stop]] + [False]
+        first = start + asks.index(False)
+        answers = [i for i in range(first, stop) if roles[i] == "assistant"]
+        is_result = [role not in (*_ASKING, "assistant") for role in roles]
+        results = [
+            i
+            for i in range(first, stop)
+            if is_result[i] and not (i + 1 < stop and is_result[i + 1])
+        ]
+        last = max((i for i in answers if i + 1 < len(messages)), default=0)
+        finished = sum(i < last for i in results)
+        parts.append(TurnParts(first - 1, tuple(results), finished))
+    return parts
+
+
 def questions_of(
     messages: Sequence[Mapping[str, Any]], start: int
 ) -> list[Mapping[str, Any]]:
@@ -80,12 +124,12 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def marked(
-    messages: Sequence[Mapping[str, Any]], starts: Sequence[int], mark: str
+    messages: Sequence[Mapping[str, Any]], indices: Sequence[int], mark: str
 ) -> list[dict[str, Any]]:
-    """Copy the messages; the first message of each turn contains only the mark."""
+    """Copy the messages; those at the indices contain only the mark."""
     copies = [dict(message) for message in messages]
-    for start in starts:
-        copies[start]["content"] = mark
+    for index in indices:
+        copies[index]["content"] = mark
     return copies
 
 

@@ -97,7 +97,7 @@ def locate(
             found = 0 if prompt.startswith(expected) else None
         else:
             question = questions[index - 1]
-            found = _after_question(prompt, position, question, expected, plain)
+            found = after_question(prompt, position, question, expected, plain)
         if found is None:
             raise Rewritten("the chat template writes earlier messages differently")
         ends.append(found + body if opening is not None else 0)
@@ -128,7 +128,7 @@ def _opening_length(segment: str, gap: str, names: Collection[str]) -> int | Non
     return None if first is None else common - first
 
 
-def _after_question(
+def after_question(
     prompt: str,
     position: int,
     question: str,

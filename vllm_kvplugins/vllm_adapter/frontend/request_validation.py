@@ -30,9 +30,12 @@ from vllm_kvplugins.vllm_adapter.config.layer_groups import other_blocks
 from vllm_kvplugins.vllm_adapter.config.pool import blocks_per_engine, pool_problem
 from vllm_kvplugins.vllm_adapter.config.request_params import (
     KV_SESSION,
+    LOOP_ENDS,
     SHARED_PREFIX,
     kv_session_problem,
+    loop_ends_problem,
     patched_prompt_problem,
+    requested_loop_ends,
     requested_patched_prompt,
     requested_shared_prefix,
     requested_turn_ends,
@@ -183,6 +186,10 @@ def _check_turn_ends(request: Any) -> None:
     if problem is not None:
         value = shown(requested_turn_ends(request.sampling_params))
         raise VLLMValidationError(problem, parameter="turn_ends", value=value)
+    problem = loop_ends_problem(request.sampling_params, tokens)
+    if problem is not None:
+        value = shown(requested_loop_ends(request.sampling_params))
+        raise VLLMValidationError(problem, parameter=LOOP_ENDS, value=value)
 
 
 def _check_kv_session(vllm_config: VllmConfig, request: Any) -> None:
@@ -231,12 +238,15 @@ def _check_pool(vllm_config: VllmConfig, policy: KVCachePolicy, request: Any) ->
     blocks = blocks_per_engine(vllm_config)
     assert blocks is not None, "requests arrive after the engine has started"
     pool_blocks = blocks
+    prompt = request.prompt_token_ids or ()
     requested = requested_turn_ends(request.sampling_params)
-    turn_ends = policy.find_turn_ends(request.prompt_token_ids or (), requested)
+    turn_ends = policy.find_turn_ends(prompt, requested)
+    requested = requested_loop_ends(request.sampling_params)
+    loops = policy.find_tool_loops(prompt, turn_ends, requested)
     runs_ahead = bool(vllm_config.scheduler_config.async_scheduling)
 
     def problem_of(answer_tokens: int, shared: int) -> str | None:
-        lengths = Lengths(prompt_tokens, turn_ends, shared_blocks=shared)
+        lengths = Lengths(prompt_tokens, turn_ends, None, shared, loops)
         return pool_problem(
             policy,
             policy.plan_request(lengths, geometry),

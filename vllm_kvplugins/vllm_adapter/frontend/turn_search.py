@@ -111,7 +111,7 @@ async def _turn_ends(chat: RenderedChat, tokenizer: Any, steps: Steps) -> list[i
     questions = [text_of(chat.messages[start]) for start in chat.starts]
     longer = grown(with_marks, mark, answer)
     later = await render(longer, of_history(chat.chat_params), steps)
-    view = _View(tokenizer, is_text="prompt_token_ids" not in later)
+    view = View(tokenizer, is_text="prompt_token_ids" not in later)
     find = functools.partial(
         locate,
         view.string(chat.text, chat.tokens),
@@ -131,6 +131,21 @@ async def _turn_ends(chat: RenderedChat, tokenizer: Any, steps: Steps) -> list[i
             "the chat template writes earlier messages differently when a conversation "
             "grows; the next request cannot use the session of this one"
         )
+    return await token_counts(chat, view, ends, steps)
+
+
+async def token_counts(
+    chat: RenderedChat, view: View, ends: Sequence[int], steps: Steps
+) -> list[int]:
+    """Numbers of tokens before places in a prompt, ascending and distinct.
+
+    Args:
+        ends: numbers of characters of ``view``'s string, ascending; 0 is left out.
+
+    Raises:
+        TurnsUnknown: tokens reach across a place, and the tokenizer does not report
+            their characters.
+    """
     if not view.is_text:
         return [end for end in ends if end]
     assert chat.text is not None, "as the marked rendering"
@@ -171,7 +186,7 @@ def of_history(chat_params: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _View:
+class View:
     """Renderings as strings: their text, or one character per token."""
 
     tokenizer: Any

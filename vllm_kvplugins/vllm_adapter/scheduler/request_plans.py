@@ -14,6 +14,7 @@ from vllm_kvplugins.plan.plan_cache import PlanCache
 from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config.request_params import (
+    requested_loop_ends,
     requested_turn_ends,
     shared_blocks,
 )
@@ -70,16 +71,16 @@ class RequestPlans:
     def _lengths_of(self, request: Any) -> Lengths:
         lengths = self._lengths.get(request)
         if lengths is None:
-            turns: tuple[int, ...] = ()
-            if self._policy.turns is not None:
-                requested = requested_turn_ends(request.sampling_params)
-                prompt = request.prompt_token_ids or ()
-                turns = self._policy.turns.turn_ends(prompt, requested)
+            prompt = request.prompt_token_ids or ()
+            requested = requested_turn_ends(request.sampling_params)
+            turns = self._policy.find_turn_ends(prompt, requested)
+            requested = requested_loop_ends(request.sampling_params)
+            loops = self._policy.find_tool_loops(prompt, turns, requested)
             prompt_tokens = request.num_prompt_tokens
             shared = shared_blocks(
                 self._policy, request.sampling_params, prompt_tokens, self._block_size
             )
-            lengths = Lengths(prompt_tokens, turns, shared_blocks=shared)
+            lengths = Lengths(prompt_tokens, turns, None, shared, loops)
             self._lengths[request] = lengths
             self._requests[request.request_id] = request
             for note in self._plans.get(lengths).notes:

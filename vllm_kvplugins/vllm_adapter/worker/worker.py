@@ -13,6 +13,7 @@ from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.errors import refuse
 from vllm_kvplugins.vllm_adapter.config import compat, host_memory
 from vllm_kvplugins.vllm_adapter.config.request_params import (
+    requested_loop_ends,
     requested_patched_prompt,
     requested_turn_ends,
     shared_blocks,
@@ -127,6 +128,7 @@ class PolicyWorker:
         self._clear_new_blocks(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
             turns = requested_turn_ends(new.sampling_params)
+            loops = requested_loop_ends(new.sampling_params)
             patched = requested_patched_prompt(new.sampling_params)
             shared = shared_blocks(
                 runtime.policy,
@@ -135,7 +137,7 @@ class PolicyWorker:
                 runtime.geometry.block_size,
             )
             prompt = new.prompt_token_ids or ()
-            runtime.add_request(new.req_id, prompt, turns, patched, shared)
+            runtime.add_request(new.req_id, prompt, turns, patched, shared, loops)
         if store is not None and meta is not None:
             store.execute(meta.commands)
             if not scheduler_output.total_num_scheduled_tokens:
