@@ -281,7 +281,7 @@ def test_a_gpu_cannot_dequantize():
 
 
 @pytest.mark.parametrize(
-    "name", ["exact-topk", "icecache", "quest", "arkvale", "pqcache"]
+    "name", ["exact-topk", "icecache", "quest", "arkvale", "pqcache", "clusterkv"]
 )
 @pytest.mark.parametrize("element_bytes", [2, 4])
 def test_reservations_count_codes_scales_and_the_index(name, element_bytes):

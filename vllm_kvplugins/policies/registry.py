@@ -36,6 +36,8 @@ _POLICIES: dict[str, str] = {
     "quest": "vllm_kvplugins.policies.quest:Quest",
     "arkvale": "vllm_kvplugins.policies.arkvale:ArkVale",
     "pqcache": "vllm_kvplugins.policies.pqcache:PQCache",
+    "clusterkv": "vllm_kvplugins.policies.clusterkv:ClusterKV",
+    "omnikv": "vllm_kvplugins.policies.omnikv:OmniKV",
     "icecache": "vllm_kvplugins.policies.icecache:IceCache",
     "flowkv": "vllm_kvplugins.policies.flowkv:FlowKV",
     "epicache": "vllm_kvplugins.policies.epicache:EpiCache",
