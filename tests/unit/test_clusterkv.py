@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from vllm_kvplugins.index import Keys
-from vllm_kvplugins.policies.clusterkv import ClusteredKeys, cosine_clusters
+from vllm_kvplugins.policies.clusterkv import ClusteredKeys
 from vllm_kvplugins.policies.omnikv import SharedScan
+from vllm_kvplugins.scoring.k_means import k_means, nearest_direction
 
 SEED = 29
 HEADS, GROUP, DIM, SCALE = 2, 3, 8, 0.4
@@ -35,7 +36,9 @@ def bundles(directions: torch.Tensor, each: int, noise: float) -> torch.Tensor:
 def test_keys_of_one_direction_are_one_cluster_whatever_their_length():
     keys = bundles(torch.eye(DIM)[:4], 20, 0.01)
     # four seeds of eight find the four bundles with one centroid in each
-    found = [cosine_clusters(keys, 4, 20, seed) for seed in range(8)]
+    found = [
+        k_means(keys, 4, 20, seed, nearest_direction).assigned for seed in range(8)
+    ]
     pure = [
         all(
             len({int(c) for c in chosen[head, bundle::4]}) == 1
@@ -45,12 +48,12 @@ def test_keys_of_one_direction_are_one_cluster_whatever_their_length():
         for chosen in found
     ]
     assert sum(pure) >= 2
-    assert torch.equal(found[0], cosine_clusters(keys, 4, 20, 0))
+    assert torch.equal(found[0], k_means(keys, 4, 20, 0, nearest_direction).assigned)
 
 
 def test_no_key_is_nearer_to_another_cluster_at_the_end():
     keys = normal(HEADS, 200, DIM)
-    chosen = cosine_clusters(keys, 7, 100, 1)
+    chosen = k_means(keys, 7, 100, 1, nearest_direction).assigned
     for head in range(HEADS):
         means = torch.stack([keys[head][chosen[head] == c].mean(0) for c in range(7)])
         for key, own in zip(keys[head], chosen[head].tolist(), strict=True):

@@ -12,7 +12,8 @@ from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.index import ExactScan, Keys
 from vllm_kvplugins.plan.geometry import Geometry
-from vllm_kvplugins.policies.pqcache import QuantizedKeys, k_means, nearest
+from vllm_kvplugins.policies.pqcache import QuantizedKeys
+from vllm_kvplugins.scoring.k_means import k_means, nearest
 
 SEED = 23
 HEADS, GROUP = 2, 3
@@ -126,7 +127,7 @@ def test_portions_do_not_matter_once_or_until_there_are_centroids():
 def test_centroids_are_those_of_scikit_learn():
     cluster = pytest.importorskip("sklearn.cluster")
     points = normal(3, 300, 5)
-    actual = k_means(points, 7, 300, seed=4)
+    actual = k_means(points, 7, 300, seed=4).centroids
     order = torch.randperm(300, generator=torch.Generator().manual_seed(4))
     for group in range(3):
         start = points[group, order[:7]].numpy()
@@ -139,7 +140,7 @@ def test_iterations_bring_centroids_nearer():
     points = normal(3, 400, 5)
     distances = []
     for iterations in (1, 3, 30):
-        centroids = k_means(points, 16, iterations, seed=0)
+        centroids = k_means(points, 16, iterations, seed=0).centroids
         distances.append(float(torch.cdist(points, centroids).amin(-1).square().mean()))
     assert distances[0] > distances[1] > distances[2]
 

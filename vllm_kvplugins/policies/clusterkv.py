@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 
 from vllm_kvplugins.index import KeyIndex, Keys
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.retrieval import Retriever
+from vllm_kvplugins.scoring.k_means import k_means, nearest_direction
 
 
 class Clusters(NamedTuple):
@@ -26,49 +26,6 @@ class Clusters(NamedTuple):
     means: torch.Tensor
     tokens: torch.Tensor
     ends: torch.Tensor
-
-
-def cosine_clusters(
-    keys: torch.Tensor, count: int, iterations: int, seed: int
-) -> torch.Tensor:
-    """Cluster the keys of each head by their direction, with Lloyd's algorithm.
-
-    The distance of a key and a centroid is one minus the cosine of their angle. The
-    first centroids are keys drawn at random, the same token numbers for all heads. A
-    centroid without keys does not move. Equal distances go to the lower number.
-
-    Args:
-        keys: float32 [num_kv_heads, n, head_dim].
-        count: number of clusters, at most n.
-        iterations: maximum number; stops early when no key changes its cluster.
-        seed: random seed of the first centroids.
-
-    Returns:
-        int64 [num_kv_heads, n], cluster of each key.
-
-    Cost: O(iterations * n * count * head_dim) per KV head.
-    """
-    heads, tokens, dim = keys.shape
-    generator = torch.Generator().manual_seed(seed)
-    first = torch.randperm(tokens, generator=generator)[:count]
-    directions = F.normalize(keys, dim=-1)
-    centroids = keys[:, first]
-    offsets = torch.arange(heads).unsqueeze(1) * count
-    chosen = torch.full((heads, tokens), -1)
-    for _ in range(iterations):
-        cosines = torch.bmm(directions, F.normalize(centroids, dim=-1).transpose(1, 2))
-        nearest = cosines.max(-1).indices
-        if torch.equal(nearest, chosen):
-            break
-        chosen = nearest
-        rows = (chosen + offsets).flatten()
-        sums = keys.new_zeros(heads * count, dim).index_add_(
-            0, rows, keys.flatten(0, 1)
-        )
-        members = torch.bincount(rows, minlength=heads * count).view(heads, count, 1)
-        means = sums.view(heads, count, dim) / members.clamp(min=1)
-        centroids = torch.where(members > 0, means, centroids)
-    return chosen
 
 
 class ClusteredKeys(KeyIndex):
@@ -116,24 +73,27 @@ class ClusteredKeys(KeyIndex):
         if not bool(keys.isfinite().all()):
             raise ValueError("an element of a key is not finite; nothing was added")
         waiting = [*self._waiting, keys.to(torch.float32)]
-        tokens = sum(part.shape[1] for part in waiting)
-        settled = first + keys.shape[1] - tokens
+        new_keys = torch.cat(waiting, 1)
+        tokens = new_keys.shape[1]
+        before = first + keys.shape[1] - tokens
         calls = len(self._waiting)
         kept = [_first(old, len(old.ends) - calls) for old in self._clusters]
         if first and tokens < self._batch_tokens:
             # One cluster for each call.
             sizes = torch.tensor([part.shape[1] for part in waiting])
-            of_token = torch.arange(len(waiting)).repeat_interleave(sizes)
-            chosen = of_token.expand(len(kept), -1)
+            numbers = torch.arange(len(waiting)).repeat_interleave(sizes)
+            assigned = numbers.expand(len(kept), -1)
         else:
-            together = torch.cat(waiting, 1)
             count = max(tokens // self._cluster_tokens, 1)
-            chosen = cosine_clusters(together, count, self._iterations, self._seed)
-            waiting = []
-        together = torch.cat([*self._waiting, keys.to(torch.float32)], 1)
+            found = k_means(
+                new_keys, count, self._iterations, self._seed, nearest_direction
+            )
+            assigned, waiting = found.assigned, []
         self._clusters = [
-            _with(old, head_keys, head_chosen, settled)
-            for old, head_keys, head_chosen in zip(kept, together, chosen, strict=True)
+            _with(old, head_keys, head_assigned, before)
+            for old, head_keys, head_assigned in zip(
+                kept, new_keys, assigned, strict=True
+            )
         ]
         self._waiting = waiting
 
@@ -173,17 +133,17 @@ def _first(clusters: Clusters, count: int) -> Clusters:
 
 
 def _with(
-    old: Clusters, keys: torch.Tensor, chosen: torch.Tensor, first: int
+    old: Clusters, keys: torch.Tensor, assigned: torch.Tensor, first: int
 ) -> Clusters:
     """The clusters of a head with those of more tokens behind them.
 
     Args:
         keys: [n, head_dim].
-        chosen: int64 [n], cluster of each new token; unused numbers are left out.
+        assigned: int64 [n], cluster of each new token; unused numbers are left out.
         first: number of the first new token.
     """
-    tokens = chosen.sort(stable=True).indices
-    _, rows, sizes = chosen.unique(return_inverse=True, return_counts=True)
+    tokens = assigned.sort(stable=True).indices
+    _, rows, sizes = assigned.unique(return_inverse=True, return_counts=True)
     sums = keys.new_zeros(len(sizes), keys.shape[1]).index_add_(0, rows, keys)
     return Clusters(
         torch.cat([old.means, sums / sizes.unsqueeze(1)]),

@@ -11,75 +11,7 @@ from pydantic import Field
 from vllm_kvplugins.index import KeyIndex, Keys
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.retrieval import Retriever
-from vllm_kvplugins.scoring.attention_votes import slot_tiles
-
-# Similarities of one tile should stay in the CPU cache: 1 MiB of float32.
-_COPIES = 16
-
-
-def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Index of the nearest centroid of every point.
-
-    Args:
-        points: [groups, n, dim].
-        centroids: [groups, count, dim].
-
-    Returns:
-        int64 [groups, n].
-
-    Cost: O(groups * n * count * dim).
-    """
-    groups, count = centroids.shape[:2]
-    half = centroids.square().sum(-1).unsqueeze(1) / 2
-    indices = points.new_empty(points.shape[:2], dtype=torch.int64)
-    for tile in slot_tiles(points.shape[1], _COPIES * groups * count):
-        # |x - c|^2 is smallest where x . c - |c|^2 / 2 is largest
-        similarity = torch.bmm(points[:, tile], centroids.transpose(1, 2)) - half
-        indices[:, tile] = similarity.max(-1).indices
-    return indices
-
-
-def k_means(
-    points: torch.Tensor, count: int, iterations: int, seed: int
-) -> torch.Tensor:
-    """Centroids of several groups of points, by Lloyd's algorithm.
-
-    The first centroids are points drawn at random, with the same indices in all groups.
-    A centroid without points does not move.
-
-    Written in torch. scikit-learn takes 0.6 of the time (8192 tokens, 6 groups of 32
-    dimensions, 64 centroids, 10 iterations, one thread: 78 ms against 123 ms), but it
-    would be a new dependency, and it limits the threads of the whole process while it
-    runs in parallel with the model.
-
-    Args:
-        points: float32 [groups, n, dim], n >= count.
-        count: centroids per group.
-        iterations: maximum number; stops early when no assignment changes.
-        seed: random seed of the first centroids.
-
-    Returns:
-        float32 [groups, count, dim].
-
-    Cost: O(iterations * groups * n * count * dim).
-    """
-    groups, tokens, dim = points.shape
-    generator = torch.Generator().manual_seed(seed)
-    centroids = points[:, torch.randperm(tokens, generator=generator)[:count]]
-    offsets = torch.arange(groups)[:, None] * count
-    previous_codes = None
-    for _ in range(iterations):
-        codes = nearest(points, centroids)
-        if previous_codes is not None and torch.equal(codes, previous_codes):
-            break
-        previous_codes = codes
-        rows = (codes + offsets).flatten()
-        sums = points.new_zeros(groups * count, dim)
-        sums.index_add_(0, rows, points.flatten(0, 1))
-        members = torch.bincount(rows, minlength=groups * count).view(groups, -1, 1)
-        means = sums.view(groups, count, dim) / members.clamp(min=1)
-        centroids = torch.where(members > 0, means, centroids)
-    return centroids
+from vllm_kvplugins.scoring.k_means import k_means, nearest
 
 
 class QuantizedKeys(KeyIndex):
@@ -137,10 +69,10 @@ class QuantizedKeys(KeyIndex):
                 self._centroids = new_parts
             else:
                 points = new_parts.flatten(0, 1)
-                centroids = k_means(
+                found = k_means(
                     points, self._max_centroids, self._iterations, self._seed
                 )
-                self._centroids = centroids.unflatten(0, new_parts.shape[:2])
+                self._centroids = found.centroids.unflatten(0, new_parts.shape[:2])
                 codes = self._encode(new_parts)
         self._codes = codes
 

@@ -1,1 +1,1 @@
-"""Shared mathematics of policies: attention votes, prototypes, selection, RoPE."""
+"""Shared mathematics of policies: votes, prototypes, k-means, selection, RoPE."""
