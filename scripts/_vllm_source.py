@@ -40,11 +40,6 @@ class Defined:
         every = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs]
         return [argument.arg for argument in every if argument.arg not in _OWN]
 
-    @property
-    def takes_anything(self) -> bool:
-        """Whether a function takes ``**kwargs``."""
-        return isinstance(self.node, _Function) and self.node.args.kwarg is not None
-
 
 _OWN = ("self", "cls")
 _DEPTH = 12  # of imports that pass a name on, and of base classes

@@ -3,9 +3,9 @@
     python scripts/check_vllm_drift.py 0.33.0
     python scripts/check_vllm_drift.py path/to/vllm.whl
     python scripts/check_vllm_drift.py path/to/checkout
-    python scripts/check_vllm_drift.py "" --pre
+    python scripts/check_vllm_drift.py --pre
 
-The first argument is a version, which pip downloads as a wheel (empty: the newest), a
+The argument is a version, which pip downloads as a wheel (by default the newest), a
 wheel, or a folder that contains the package ``vllm``. Nothing is imported or compiled:
 the sources are parsed and compared with ``vllm_adapter/config/seams.py`` and with the
 installed vLLM. Where pip looks for nightly builds is pip's configuration.
@@ -30,42 +30,34 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from _vllm_source import Defined, Elsewhere, Source
+from _vllm_source import Defined, Source
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from vllm_kvplugins.vllm_adapter.config.seams import Seam, all_seams
 
-_USE = re.compile(r"(\w+)(\(([^)]*)\))?")
 
-
-def uses() -> Iterator[tuple[str, str, bool, list[str]]]:
-    """(where, name, whether it is called, parameters), each once, on all devices."""
-    seen: set[tuple[str, str, str]] = set()
+def uses() -> Iterator[tuple[str, str, list[str] | None]]:
+    """Place, name, and parameters of a function, of all names on all devices."""
     seams: list[Seam] = [*all_seams(on_cpu=True), *all_seams(on_cpu=False)]
     for seam in seams:
-        for name, call, parameters in _USE.findall(seam.uses):
-            if (key := (seam.where, name, parameters)) not in seen:
-                seen.add(key)
-                yield seam.where, name, bool(call), parameters.split()
+        for name, parameters in seam.names():
+            yield seam.where, name, parameters
 
 
 def gone(source: Source) -> list[str]:
     """Names and parameters that a vLLM lacks."""
     lines: list[str] = []
-    for where, name, call, parameters in uses():
+    for where, name, parameters in uses():
         owner = source.find(where)
         if owner is None:
             lines.append(where)
-            continue
-        if not isinstance(owner, Defined):
-            continue
-        member = source.member(owner, name)
-        if member is None:
-            lines.append(f"{where} {name}")
-        elif call and isinstance(member, Defined) and not member.takes_anything:
-            taken = member.parameters
-            if taken is not None:
+        elif isinstance(owner, Defined):
+            member = source.member(owner, name)
+            taken = member.parameters if isinstance(member, Defined) else None
+            if member is None:
+                lines.append(f"{where} {name}")
+            elif parameters and taken is not None:
                 missing = [each for each in parameters if each not in taken]
                 lines += [f"{where} {name}({each})" for each in missing]
     return list(dict.fromkeys(lines))
@@ -74,20 +66,19 @@ def gone(source: Source) -> list[str]:
 def changed(source: Source, before: Source) -> list[str]:
     """Functions that we call or override and whose parameters are not as before."""
     lines: list[str] = []
-    for where, name, call, _ in uses():
+    for where, name, used in uses():
         now, then = (_parameters(each, where, name) for each in (source, before))
-        if call and now is not None and then is not None and now != then:
-            new = [f"+{each}" for each in now if each not in then]
-            old = [f"-{each}" for each in then if each not in now]
-            lines.append(f"{where} {name}: {' '.join(new + old) or 'another order'}")
+        if used is None or now is None or then is None or now == then:
+            continue
+        new = [f"+{each}" for each in now if each not in then]
+        old = [f"-{each}" for each in then if each not in now]
+        lines.append(f"{where} {name}: {' '.join(new + old) or 'another order'}")
     return list(dict.fromkeys(lines))
 
 
 def _parameters(source: Source, where: str, name: str) -> list[str] | None:
     owner = source.find(where)
-    if owner is None or isinstance(owner, Elsewhere):
-        return None
-    member = source.member(owner, name)
+    member = source.member(owner, name) if isinstance(owner, Defined) else None
     return member.parameters if isinstance(member, Defined) else None
 
 
@@ -110,7 +101,11 @@ def downloaded(version: str, pre: bool, folder: Path) -> Path:
     wheels = list(folder.glob("vllm-*.whl"))
     if not wheels:
         print(done.stderr.strip(), file=sys.stderr)
-        print(f"error: pip downloaded no wheel of {wanted}", file=sys.stderr)
+        print(
+            f"error: pip downloaded no wheel of {wanted}; name another version, a "
+            "wheel or a folder",
+            file=sys.stderr,
+        )
         raise typer.Exit(2)
     return wheels[0]
 
@@ -120,19 +115,25 @@ def source_of(vllm: str, pre: bool, folder: Path) -> Path:
     path = Path(vllm)
     if vllm and path.is_dir():
         if not (path / "vllm" / "__init__.py").is_file():
-            print(f"error: {path} has no vllm/__init__.py", file=sys.stderr)
+            print(
+                f"error: {path} has no vllm/__init__.py; name the folder that contains "
+                "the package",
+                file=sys.stderr,
+            )
             raise typer.Exit(2)
         return path
     if path.suffix == ".whl":
         if not path.is_file():
-            print(f"error: there is no {path}", file=sys.stderr)
+            print(f"error: there is no wheel {path}", file=sys.stderr)
             raise typer.Exit(2)
         return unpacked(path, folder / "tree")
     return unpacked(downloaded(vllm, pre, folder), folder / "tree")
 
 
 def main(
-    vllm: Annotated[str, typer.Argument(help="a version, a wheel, or a folder")],
+    vllm: Annotated[
+        str, typer.Argument(help="a version, a wheel, or a folder; empty: the newest")
+    ] = "",
     pre: Annotated[bool, typer.Option("--pre", help="also pre-releases")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:

@@ -27,6 +27,11 @@ class Seam:
     where: str
     uses: str
 
+    def names(self) -> Iterator[tuple[str, list[str] | None]]:
+        """Each name, and the parameters of a function; None if it is no function."""
+        for name, call, parameters in re.findall(r"(\w+)(\(([^)]*)\))?", self.uses):
+            yield name, parameters.split() if call else None
+
     def problems(self) -> Iterator[str]:
         """Names and parameters that this vLLM lacks."""
         module, _, class_name = self.where.partition(":")
@@ -42,17 +47,20 @@ class Seam:
                 return
         short = class_name or module
         assigned = _assigned(owner)
-        for name, call, parameters in re.findall(r"(\w+)(\(([^)]*)\))?", self.uses):
+        for name, parameters in self.names():
             member = getattr(owner, name, None)
-            if member is None and (call or name not in assigned | set(dir(owner))):
+            is_function = parameters is not None
+            if member is None and (
+                is_function or name not in assigned | set(dir(owner))
+            ):
                 yield f"{short} no longer has {name}"
-            elif call and (missing := _missing_parameters(member, parameters)):
+            elif parameters and (missing := _missing_parameters(member, parameters)):
                 yield f"{short}.{name} no longer takes {missing}"
 
 
-def _missing_parameters(function: Any, names: str) -> str:
+def _missing_parameters(function: Any, names: list[str]) -> str:
     parameters = inspect.signature(function).parameters
-    return ", ".join(name for name in names.split() if name not in parameters)
+    return ", ".join(name for name in names if name not in parameters)
 
 
 def _assigned(owner: Any) -> set[str]:
