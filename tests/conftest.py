@@ -130,3 +130,17 @@ def backend(request, monkeypatch):
         request.getfixturevalue("compiled")
     monkeypatch.setenv("KVP_OPS", request.param)
     return request.param
+
+
+@pytest.fixture
+def front_end_log(monkeypatch) -> list[str]:
+    """Warnings of the search for turns and tool loops; it has warned of nothing yet."""
+    from vllm_kvplugins.log_throttle import LogThrottle
+    from vllm_kvplugins.vllm_adapter.frontend import turn_search
+
+    messages: list[str] = []
+    monkeypatch.setattr(turn_search, "_throttle", LogThrottle())
+    monkeypatch.setattr(
+        turn_search.logger, "warning", lambda text, *args: messages.append(text % args)
+    )
+    return messages

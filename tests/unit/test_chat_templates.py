@@ -16,7 +16,6 @@ import chat_fixtures
 from chat_fixtures import TEMPLATES, TOOLS, Template, answer, user
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.log_throttle import LogThrottle
 from vllm_kvplugins.vllm_adapter.frontend import message_tokens, turn_search
 
 EACH = pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
@@ -163,18 +162,7 @@ def changed(name: str, old: str, new: str) -> Template:
     return Changed(name, template.special, template.gap, None, ())
 
 
-@pytest.fixture
-def logged(monkeypatch):
-    """Messages of the front end."""
-    messages: list[str] = []
-    monkeypatch.setattr(turn_search, "_throttle", LogThrottle())
-    monkeypatch.setattr(
-        turn_search.logger, "warning", lambda text, *args: messages.append(text % args)
-    )
-    return messages
-
-
-def test_a_template_that_rewrites_the_past_is_found_out_and_told(logged):
+def test_a_template_that_rewrites_the_past_is_found_out_and_told(front_end_log):
     """Reasoning of the last answer stays until the next question."""
     template = changed(
         "qwen3",
@@ -192,7 +180,7 @@ def test_a_template_that_rewrites_the_past_is_found_out_and_told(logged):
     assert [t.rpartition("\n")[2] for t in texts[1:]] == ["Because.", "Nothing."]
     assert "Then what" in texts[2]
     assert "Hm, why" not in texts[2]
-    (message,) = logged
+    (message,) = front_end_log
     assert "writes earlier messages differently when a conversation grows" in message
     later = [*messages, answer("Yes."), user("Really?")]
     again, tokens = found(template, later)
@@ -217,7 +205,9 @@ def test_a_template_that_rewrites_the_past_is_found_out_and_told(logged):
     ],
     ids=["cut", "numbered", "twice", "no answers", "refused", "changed"],
 )
-def test_a_chat_whose_turns_are_unknown_is_not_compressed(old, new, reason, logged):
+def test_a_chat_whose_turns_are_unknown_is_not_compressed(
+    old, new, reason, front_end_log
+):
     template = changed("qwen3", old, new)
     turns = [[user("Why?"), answer("Because.")], [user("And then?"), answer("No.")]]
     messages = chat_fixtures.messages_of([*turns, [user("Sure?")]])
@@ -225,8 +215,8 @@ def test_a_chat_whose_turns_are_unknown_is_not_compressed(old, new, reason, logg
         ends, tokens = found(template, messages)
         assert ends == []
     assert tokens
-    assert len(logged) == 2, "the first and the tenth"
-    assert all("not compressed" in m and reason in m for m in logged)
+    assert len(front_end_log) == 2, "the first and the tenth"
+    assert all("not compressed" in m and reason in m for m in front_end_log)
 
 
 def test_text_that_looks_like_the_template_ends_no_turn():

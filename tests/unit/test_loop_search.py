@@ -12,8 +12,7 @@ import chat_fixtures
 from chat_fixtures import TEMPLATES, TOOLS, Template, answer, calls, result, user
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.log_throttle import LogThrottle
-from vllm_kvplugins.vllm_adapter.frontend import message_tokens, turn_search
+from vllm_kvplugins.vllm_adapter.frontend import message_tokens
 from vllm_kvplugins.vllm_adapter.frontend.conversation_turns import (
     TurnParts,
     TurnsUnknown,
@@ -67,17 +66,6 @@ def found(
         renderer = chat_fixtures.renderer_of(template, policy)
     prompt = chat_fixtures.render(renderer, template, messages, **kwargs)
     return prompt["kv_policy_parameters"], prompt["prompt_token_ids"]
-
-
-@pytest.fixture
-def logged(monkeypatch):
-    """Messages of the front end."""
-    messages: list[str] = []
-    monkeypatch.setattr(turn_search, "_throttle", LogThrottle())
-    monkeypatch.setattr(
-        turn_search.logger, "warning", lambda text, *args: messages.append(text % args)
-    )
-    return messages
 
 
 @EACH
@@ -212,7 +200,9 @@ def test_text_that_looks_like_the_template_ends_nothing():
     ],
     ids=["twice", "numbered"],
 )
-def test_loops_that_are_unknown_leave_turns_as_they_are(old, new, reason, logged):
+def test_loops_that_are_unknown_leave_turns_as_they_are(
+    old, new, reason, front_end_log
+):
     template = TEMPLATES["qwen3"]
     whole = template.text
     assert old in whole
@@ -227,7 +217,7 @@ def test_loops_that_are_unknown_leave_turns_as_they_are(old, new, reason, logged
     parameters, _ = found(changed, messages)
     assert list(parameters) == ["turn_ends"]
     assert len(parameters["turn_ends"]) == 3
-    (message,) = logged
+    (message,) = front_end_log
     assert "compressed only when they end" in message
     assert reason in message
 

@@ -157,7 +157,6 @@ class FlowKV(Wrapper):
     - Every turn keeps at least ``floor`` tokens, even if that exceeds the ratio.
     - The scores of a turn's tokens come from attention over all resident tokens, as the
       compressor computes them.
-
     - Long tool loops are compressed before their turn ends, see below.
 
     A turn is a question with everything up to the next question: tool calls, their
