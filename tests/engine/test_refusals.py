@@ -274,6 +274,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {"kv_cache_dtype": "fp8_per_token_head"},
         ["[KVP019]", "'fp8_per_token_head'", "fp8_e4m3, fp8_e5m2"],
     ),
+    "half precision in host memory": (
+        {"name": "icecache", "host_dtype": "int8"},
+        {"kv_cache_dtype": "float16"},
+        ["[KVP030]", "KV cache stores float16", "--kv-cache-dtype auto"],
+    ),
 }
 
 

@@ -499,15 +499,28 @@ def layer_problems(name: str, layer: Any, policy: KVCachePolicy) -> list[str]:
     return reasons
 
 
-def dtype_problems(policy: KVCachePolicy, model: Any) -> list[str]:
-    """Why a policy cannot run with the model's dtype."""
-    if policy.host_storage is None or str(model.dtype) != "torch.float16":
+def dtype_problems(
+    policy: KVCachePolicy, model: Any, cache_dtype: str = "auto"
+) -> list[str]:
+    """Why a policy cannot run with the dtype of the model, or of its KV cache.
+
+    Args:
+        model: vLLM's ModelConfig, or an object with its dtype.
+        cache_dtype: vLLM's ``--kv-cache-dtype``.
+    """
+    if policy.host_storage is None:
+        return []
+    if cache_dtype == "float16":
+        stored, remedy = "KV cache stores", "--kv-cache-dtype auto"
+    elif cache_dtype == "auto" and str(model.dtype) == "torch.float16":
+        stored, remedy = "model runs in", "--dtype bfloat16"
+    else:
         return []
     return [
         coded(
             "KVP030",
-            f"{policy.name} needs keys in bfloat16 or float32, and this model runs in "
-            "float16; use --dtype bfloat16",
+            f"{policy.name} needs keys in bfloat16 or float32, and this {stored} "
+            f"float16; use {remedy}",
         )
     ]
 

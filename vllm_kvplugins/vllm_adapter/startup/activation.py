@@ -110,7 +110,11 @@ def finish_config(
             *validation.config_problems(vllm_config),
             *_hybrid_problems(args, vllm_config, request, policy),
             *kernel_choice.problems(vllm_config, request),
-            *validation.dtype_problems(policy, vllm_config.model_config),
+            *validation.dtype_problems(
+                policy,
+                vllm_config.model_config,
+                vllm_config.cache_config.cache_dtype,
+            ),
             *validation.fp8_problems(vllm_config, policy),
             *session_config.fp8_problems(request, vllm_config.cache_config.cache_dtype),
             *validation.softcap_problems(policy, vllm_config.model_config),
