@@ -12,7 +12,8 @@ import pytest
 import setuptools  # noqa: F401
 
 _TESTS = Path(__file__).parent
-sys.path[:0] = [str(_TESTS / "helpers"), str(_TESTS / "oracles")]
+_HELPERS = _TESTS / "helpers"
+sys.path[:0] = [str(_HELPERS), str(_HELPERS / "cpu_v2"), str(_TESTS / "oracles")]
 # Last: names of benchmarks, such as "index", must not hide other modules.
 sys.path.extend(map(str, sorted((_TESTS.parent / "benchmarks").glob("*/"))))
 sys.path.append(str(_TESTS.parent / "scripts"))

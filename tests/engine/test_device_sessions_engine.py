@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-from harness import run_scenario
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers" / "cpu_v2"))
-
 import runners
+from harness import run_scenario
 
 pytestmark = pytest.mark.engine
 

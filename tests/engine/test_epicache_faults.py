@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run_scenario
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers" / "cpu_v2"))
-
 import runners
+from harness import run_scenario
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -6,14 +6,10 @@ reference is vLLM's CPU kernel under runner V1.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers" / "cpu_v2"))
-
 import runners
 from harness import run_scenario
 from policy_settings import configure

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+import runners
 import torch
 from harness import run_scenario
 from routers import write_random_router
 
 from vllm_kvplugins.model_config import read_model_config
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers" / "cpu_v2"))
-
-import runners
 
 pytestmark = pytest.mark.engine
 
