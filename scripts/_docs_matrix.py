@@ -163,11 +163,11 @@ def _features() -> dict[str, tuple[str, str]]:
 @contextmanager
 def _test_modules() -> Iterator[None]:
     """Let the modules of the engine tests be imported."""
-    sys.path[:0] = [str(TESTS), str(HELPERS)]
+    sys.path[:0] = [str(TESTS), str(HELPERS), str(HELPERS / "cpu_v2")]
     try:
         yield
     finally:
-        del sys.path[:2]
+        del sys.path[:3]
 
 
 def found_proofs() -> Iterator[Proof]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import scenarios_fuzz
 import scenarios_sessions
+import torch
 from driver import Driver, make_llm
 from texts import random_tokens
 from tiny_model import VOCABULARY
@@ -32,18 +33,37 @@ class Oracle:
     def __init__(self, driver: Driver, seed: int) -> None:
         self._answers: dict[tuple[int, ...], list[int]] = {}
         self._rng = random.Random(seed)
-        driver.worker.model_runner.drafter.propose = self.propose
+        runner = driver.worker.model_runner
+        if hasattr(runner, "req_states"):
+            self._states = runner.req_states
+            runner.speculator.propose = self._propose_v2
+        else:
+            runner.drafter.propose = self._propose_v1
 
-    def propose(
+    def _propose_v1(
         self, count: int, sampled: Any, lengths: Any, tokens: Any, **unused: Any
     ) -> list[list[int]]:
         drafts: list[list[int]] = []
         for row, new in enumerate(sampled):
             known = tokens[row, : lengths[row]].tolist()
-            answer = self._answers.get(tuple(known[:_KEY]), [])
-            after = answer[len(known) : len(known) + count] if new else []
-            drafts.append([self._spoilt(token) for token in after])
+            drafts.append(self._drafts(known, count) if new else [])
         return drafts
+
+    def _propose_v2(self, batch: Any, *_: Any, **unused: Any) -> torch.Tensor:
+        """A fixed number of drafts per row; where none is known, a wrong one."""
+        states = self._states
+        drafts = torch.zeros(batch.num_reqs, _DRAFTS, dtype=torch.long)
+        for row, state in enumerate(batch.idx_mapping.tolist()):
+            length = int(states.total_len.gpu[state])
+            known = states.all_token_ids.gpu[state, :length].tolist()
+            after = self._drafts(known, _DRAFTS)
+            drafts[row, : len(after)] = torch.tensor(after, dtype=torch.long)
+        return drafts
+
+    def _drafts(self, known: list[int], count: int) -> list[int]:
+        answer = self._answers.get(tuple(known[:_KEY]), [])
+        after = answer[len(known) : len(known) + count]
+        return [self._spoilt(token) for token in after]
 
     def _spoilt(self, token: int) -> int:
         wrong = self._rng.random() < 0.25
@@ -113,6 +133,7 @@ def speculate(
         "held": held,
         "compactions": driver.manager.compactions,
         "preemptions": driver.preemptions,
+        "runner": "V2" if hasattr(driver.worker.model_runner, "req_states") else "V1",
         **acceptance(llm),
         **_left_behind(driver),
     }

@@ -1,4 +1,4 @@
-"""vLLM 0.33 on the CPU (``vllm_overlay``) gives the tokens and blocks of 0.32.
+"""vLLM 0.33 on the CPU gives the tokens and blocks of 0.32; see ``vllm_overlay``.
 
 ``KVP_VLLM_033_WHEEL`` names the wheel; without it pip downloads it.
 """

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runners
 import speculating
 from draft_models import (
     drafter,
@@ -178,6 +179,32 @@ def test_a_copy_of_the_model_keeps_the_same_tokens(tiny_model, tmp_path, name, h
     run = speculate(tiny_model, settings_of(name), drafter(path))
     check_copied(run)
     assert (run["compactions"] > 0) == (name != "full")
+
+
+ON_V2: dict[str, Any] = {
+    "lengths": [40, 130, 300, 410],
+    "max_tokens": 60,
+    "environment": runners.environment("V2", asynchronous=False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_heads_on_model_runner_v2(tiny_model, tmp_path, method):
+    model, head = write_pair(tmp_path, tiny_model, method)
+    run = speculate(model, settings_of("snapkv"), head, **ON_V2)
+    assert run["runner"] == "V2"
+    assert run["compactions"] >= 4
+    assert run["accepted"] > run["drafts"] / 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["snapkv", "flowkv"])
+def test_a_copy_keeps_the_same_tokens_on_model_runner_v2(tiny_model, name):
+    run = speculate(tiny_model, settings_of(name), drafter(Path(tiny_model)), **ON_V2)
+    assert run["runner"] == "V2"
+    check_copied(run)
+    assert run["compactions"] >= 4
 
 
 @pytest.mark.slow

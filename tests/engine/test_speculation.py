@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runners
 import speculating
 from harness import run_scenario
 from policy_settings import SMALL_BUDGETS, configure
@@ -61,6 +62,24 @@ def test_tokens_are_those_without_drafts(tiny_model, name):
     run = speculate(tiny_model, settings_of(name), lengths=lengths)
     check(run)
     assert name == "full" or run["compactions"] >= len(lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["full", "snapkv", "flowkv", "h2o", "icecache", "sekv"]
+)
+def test_model_runner_v2_changes_no_token(tiny_model, name):
+    """The runner that vLLM has on GPUs tells which drafts were accepted, too."""
+    run = speculate(
+        tiny_model,
+        settings_of(name),
+        lengths=[40, 130, 300, 410],
+        max_tokens=60,
+        environment=runners.environment("V2", asynchronous=False),
+    )
+    check(run)
+    assert run["runner"] == "V2"
+    assert name == "full" or run["compactions"] >= 4
 
 
 @pytest.mark.slow

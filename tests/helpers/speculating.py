@@ -10,11 +10,16 @@ LENGTHS = [40, 130, 300, 410, 555, 700]
 
 
 def speculate(
-    model: str, policy: dict[str, Any], seed: int, **arguments: Any
+    model: str,
+    policy: dict[str, Any],
+    seed: int,
+    environment: dict[str, str | None] | None = None,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Run ``scenarios_speculation:speculate``.
 
     Args:
+        environment: of ``run_scenario``.
         arguments: of the scenario, other than the defaults.
     """
     print("seed", seed)
@@ -22,6 +27,7 @@ def speculate(
     run: dict[str, Any] = run_scenario(
         "scenarios_speculation:speculate",
         {"model": model, "policy": policy, "seed": seed} | defaults | arguments,
+        environment,
         timeout=580,
     )
     print({key: run[key] for key in ("drafts", "accepted", "compactions")})

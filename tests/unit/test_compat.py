@@ -301,6 +301,19 @@ def test_a_dummy_batch_is_not_mistaken_for_the_requests_of_the_runner():
     assert compat.runner_adapter(runner_v2()).rows(metadata()) == []
 
 
+def test_a_drafter_on_v2_has_the_requests_of_the_model():
+    """It numbers no rows in the passes after its first one."""
+    runner = runner_v2()
+    adapter = compat.runner_adapter(runner)
+    assert adapter.draft_request_ids(metadata()) == []
+    adapter.rows(metadata(np.array([1, 0])))
+    assert adapter.draft_request_ids(metadata()) == ["b", "a"]
+    assert adapter.draft_request_ids(metadata(np.array([0, 1]))) == ["a", "b"]
+    assert adapter.draft_request_ids(metadata()) == ["a", "b"]
+    runner.kv_connector._disabled = True
+    assert adapter.draft_request_ids(metadata()) == [], "a dummy batch"
+
+
 def test_steps_that_layers_must_tell_of_are_not_replayed():
     """Whichever way a runner selects its graph; dummy steps are exempt."""
     calls: list[list[tuple[str, int]]] = []
@@ -325,20 +338,27 @@ def test_steps_that_layers_must_tell_of_are_not_replayed():
     dispatch(num_tokens=2, uniform_decode=True, invalid_modes={CUDAGraphMode.NONE})
     dispatch(num_tokens=2, uniform_decode=True)
     assert calls == [[("b", 6), ("a", 9)]] * 2
+    adapter.draft_tokens = {"a": 3}
+    dispatch(num_tokens=8, uniform_decode=True)
+    assert calls[2:] == [[("b", 6), ("a", 12)]], "drafts count"
     refused = [sorted(map(str, d.get("invalid_modes", ()))) for d in dispatched]
-    assert refused == [[], [], ["FULL", "NONE"], []]
+    assert refused == [[], [], ["FULL", "NONE"], [], ["FULL"]]
 
     v2 = runner_v2()
     v2.req_states.num_computed_tokens_np = np.array([8, 5, 0])
     batch = SimpleNamespace(req_ids=["b", "a"], idx_mapping_np=np.array([1, 0]))
     v2.gather_batch_req_state = lambda made, each: (made, each)
-    compat.runner_adapter(v2).forbid_full_graphs(unfit)
+    adapter = compat.runner_adapter(v2)
+    adapter.forbid_full_graphs(unfit)
     gather, calls[:] = v2.gather_batch_req_state, []
     assert gather(None, 1) == (None, 1)
     assert gather(batch, None) == (batch, None)
     assert calls == []
     assert [gather(batch, 1)[1] for _ in range(2)] == [None, 1]
     assert calls == [[("b", 6), ("a", 9)]] * 2
+    adapter.draft_tokens = {"a": 3}
+    gather(batch, 4)
+    assert calls[2:] == [[("b", 6), ("a", 12)]], "drafts count"
 
 
 def test_a_runner_without_what_we_read_is_refused():

@@ -42,7 +42,6 @@ def problems(
         parallel_config=SimpleNamespace(world_size=1),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         num_prefill_lookahead_tokens=0,
-        use_v2_model_runner=False,
     )
     for name, value in changes.items():
         *path, last = name.split("__")
@@ -74,7 +73,6 @@ DRAFT = "speculative_config__draft_model_config__"
         ({"num_prefill_lookahead_tokens": 3}, "several tokens behind a chunk"),
         ({"speculative_config__parallel_drafting": True}, 'remove "parallel_drafting"'),
         ({"speculative_config__method": "dflash"}, "draft_model, eagle, eagle3, mtp"),
-        ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
 )
 def test_each_reason_names_a_remedy(changes, words):

@@ -125,7 +125,7 @@ class DraftBuilder(FlatBuilder):
         draft_layers, num_rows = self.runtime.draft_layers, common.num_reqs
         assert draft_layers is not None, "the heap was bound without draft layers"
         return draft_layers.build(
-            [] if dummy else self.context.runner.request_ids(common),
+            [] if dummy else self.context.runner.draft_request_ids(common),
             common.seq_lens[:num_rows],
             common.block_table_tensor[:num_rows],
         )

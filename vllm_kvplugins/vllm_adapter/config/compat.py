@@ -186,6 +186,10 @@ class RunnerV1:
         names: list[str] = self._runner.input_batch.req_ids[: metadata.num_reqs]
         return names
 
+    def draft_request_ids(self, metadata: CommonAttentionMetadata) -> list[str]:
+        """The requests of a forward pass of the drafter."""
+        return self.request_ids(metadata)
+
     def rows(self, metadata: CommonAttentionMetadata) -> list[Row]:
         """The rows of ``request_ids``."""
         prompt_tokens = self._runner.input_batch.num_prompt_tokens
@@ -230,8 +234,8 @@ class RunnerV1:
         """Rows of a decode step, before its metadata exists."""
         batch = self._runner.input_batch
         return [
-            Row(name, int(prompt), int(computed), 1, i)
-            for i, (name, prompt, computed) in enumerate(
+            _decode_row(name, int(prompt), int(computed), self.draft_tokens)
+            for name, prompt, computed in (
                 zip(
                     batch.req_ids,
                     batch.num_prompt_tokens,
@@ -255,6 +259,7 @@ class RunnerV2:
         self._runner = runner
         self.draft_tokens: Mapping[str, int] = {}
         self._needs_layers: NeedsLayers | None = None
+        self._newest: list[str] = []  # requests of the model's last forward pass
 
     @property
     def model(self) -> torch.nn.Module:
@@ -265,14 +270,29 @@ class RunnerV2:
         """The step's requests in batch order; none in a dummy batch."""
         states = self._runner.req_states
         indices = metadata.req_idx
-        # V2 numbers the rows of dummy batches like requests. It disables the connector
-        # during dummy batches and warm-up, so the state of the connector tells.
-        connector = self._runner.kv_connector
-        if indices is None or getattr(connector, "_disabled", True):
+        if indices is None or self._is_dummy():
             return []
         if any(int(i) not in states.index_to_req_id for i in indices):
             return []  # warm-up
-        return [states.index_to_req_id[int(i)] for i in indices]
+        self._newest = [states.index_to_req_id[int(i)] for i in indices]
+        return self._newest
+
+    def draft_request_ids(self, metadata: CommonAttentionMetadata) -> list[str]:
+        """The requests of a forward pass of the drafter.
+
+        The drafter reuses the model's metadata for its first pass. It builds that of
+        later passes itself and does not number the rows, whose order is the same.
+        """
+        if metadata.req_idx is not None:
+            return self.request_ids(metadata)
+        return [] if self._is_dummy() else self._newest
+
+    def _is_dummy(self) -> bool:
+        """Whether a dummy batch or warm-up is running.
+
+        V2 numbers their rows like requests, but disables the connector meanwhile.
+        """
+        return bool(getattr(self._runner.kv_connector, "_disabled", True))
 
     def rows(self, metadata: CommonAttentionMetadata) -> list[Row]:
         """The rows of ``request_ids``."""
@@ -315,9 +335,23 @@ class RunnerV2:
         prompts = states.prompt_len.np[indices]
         computed = states.num_computed_tokens_np[indices]
         return [
-            Row(name, int(prompts[i]), int(computed[i]), 1, i)
+            _decode_row(name, int(prompts[i]), int(computed[i]), self.draft_tokens)
             for i, name in enumerate(batch.req_ids)
         ]
+
+
+def _decode_row(
+    request_id: str,
+    prompt_tokens: int,
+    computed_tokens: int,
+    draft_tokens: Mapping[str, int],
+) -> Row:
+    """The row of a request that computes one token and its drafts.
+
+    Nobody reads ``first_query``, which is not known yet.
+    """
+    drafts = draft_tokens.get(request_id, 0)
+    return Row(request_id, prompt_tokens, computed_tokens, 1 + drafts, 0, drafts)
 
 
 def _rows(

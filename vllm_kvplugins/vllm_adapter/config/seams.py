@@ -101,7 +101,7 @@ _EVERYWHERE = {
     "vllm:SamplingParams": "extra_args",
     "vllm.config:VllmConfig": "additional_config cache_config "
     "compilation_config kv_transfer_config lora_config model_config parallel_config "
-    "scheduler_config speculative_config use_v2_model_runner num_lookahead_tokens "
+    "scheduler_config speculative_config num_lookahead_tokens "
     "num_prefill_lookahead_tokens",
     "vllm.config:SpeculativeConfig": "method draft_model_config parallel_drafting",
     "vllm.config:SchedulerConfig": "async_scheduling scheduler_cls "

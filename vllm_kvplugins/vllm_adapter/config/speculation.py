@@ -84,11 +84,6 @@ def problems(
             f"drafter {speculative.method!r} has not been tried under a policy; use "
             "one of " + ", ".join((*_WITHOUT_CACHE, *_WITH_CACHE))
         )
-    if vllm_config.use_v2_model_runner:
-        reasons.append(
-            "model runner V2 does not tell a policy which drafts were accepted; set "
-            "VLLM_USE_V2_MODEL_RUNNER=0"
-        )
     if STATE in types:
         reasons.append(
             "the recurrent states of this model would need blocks for drafts; remove "
