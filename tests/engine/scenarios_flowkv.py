@@ -72,7 +72,11 @@ def conversation(
 
 
 def tool_loop(
-    model: str, policy: dict[str, Any], rounds: int, result: int
+    model: str,
+    policy: dict[str, Any],
+    rounds: int,
+    result: int,
+    patched: list[int] | None = None,
 ) -> dict[str, Any]:
     """All requests of a turn with a tool loop, and of the next turn.
 
@@ -80,13 +84,20 @@ def tool_loop(
 
     Args:
         rounds: the model is asked so often for a call; results have ``result`` tokens.
+        patched: patched prompt of all requests.
 
     Returns:
         Per request: its length, both answers, restored tokens, where it was compacted,
         how many blocks it held when it decoded, and those of its plan; for each of its
         compactions, the fewest tokens of the question that a head kept.
     """
-    llm = make_llm(model, policy, num_gpu_blocks_override=400)
+    llm = make_llm(
+        model,
+        policy,
+        num_gpu_blocks_override=400,
+        max_model_len=4096,
+        skip_tokenizer_init=False,
+    )
     driver = Driver(llm)
     llm.collective_rpc("kv_policy_record", args=(True,))
     prompt = random_tokens(1, 230, VOCABULARY)
@@ -99,6 +110,7 @@ def tool_loop(
         turns = {
             "turn_ends": list(ends),
             "loop_ends": finished if len(finished) > 1 else [],
+            "patched": patched,
         }
         driver.add(f"{name}-alone", prompt, 4, kv_session=False, salt="other", **turns)
         driver.run()

@@ -93,6 +93,47 @@ def test_a_long_text_to_complete_runs_in_a_small_pool(tiny_model):
         assert few["preemptions"] == 0
 
 
+def test_a_long_tool_loop_joins_the_history_and_its_question_stays(tiny_model):
+    """Restored requests equal recomputed ones, also where the loop was compressed."""
+    policy = {
+        "name": "epicache",
+        "budget": 96,
+        "prefill_block": 64,
+        "loop_tokens": 150,
+        "sessions": True,
+    }
+    report = run_scenario(
+        "scenarios_flowkv:tool_loop",
+        {
+            "model": tiny_model,
+            "policy": policy,
+            "rounds": 8,
+            "result": 60,
+            "patched": list(range(40, 70)),
+        },
+    )
+    requests, (_, answered, _), parts = (
+        report[key] for key in ("requests", "ends", "parts")
+    )
+    for request in requests:
+        restored, recomputed = request["answers"]
+        assert restored == recomputed
+        assert request["held"] == request["planned"]
+    at = [cut for request in requests for cut in request["compacted_at"]]
+    assert at == sorted(set(at)), "never the same twice"
+    # Every third round of 64 tokens ends more than 150 tokens behind the last.
+    latest = [max(request["compacted_at"], default=0) for request in requests]
+    assert [number for number, cut in enumerate(latest) if cut] == [4, 7, 9]
+    assert parts[3] - 64 < latest[4] <= parts[3]
+    assert parts[6] - 64 < latest[7] <= parts[6]
+    assert answered - 64 < latest[9] <= answered
+    kept = [tokens for request in requests for tokens in request["of_question"]]
+    assert kept == [min(max(cut - 150, 0), 80) for cut in at]
+    # The budget, a block, the question, rounds up to the setting and the newest one.
+    for request in requests:
+        assert request["held"] * 32 <= 96 + 64 + 96 + 150 + 2 * 64 + 2 * 32
+
+
 @pytest.mark.slow
 def test_a_compiled_model_answers_as_an_eager_one(tiny_model):
     compiled, eager = (

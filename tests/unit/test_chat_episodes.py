@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.plan.geometry import Geometry
 
 pytest.importorskip("vllm")
+
+from vllm_kvplugins.vllm_adapter.frontend import episode_builds
 
 SMALL = {"budget": 64, "prefill_block": 32, "base_config": {"sinks": 2, "recent": 2}}
 TOPICS = ("apples pears plums", "trains rails stations", "violins cellos flutes")
@@ -90,6 +93,66 @@ def test_routes_a_query_to_the_episode_of_its_topic(encoded, asynchronous, topic
         "episodes have different patched prompts"
     )
     assert any(f"what of {topic}" in text for text in encoded)
+
+
+def loop(question: str, rounds: int) -> list[dict]:
+    """A question and the rounds of a tool loop."""
+    call = {"role": "assistant", "content": "I look"}
+    results = [
+        {"role": "tool", "content": f"row {number} " + "data " * 40}
+        for number in range(rounds)
+    ]
+    question_message = {"role": "user", "content": question}
+    return [question_message, *itertools.chain(*((call, each) for each in results))]
+
+
+def test_a_chat_that_begins_with_a_long_loop_is_compressed_for_its_question(encoded):
+    question = "which apples"
+    parameters, prompts = [], []
+    for rounds in (1, 3, 6):
+        prompt = rendered(made_for(loop_tokens=100), loop(question, rounds), False)
+        parameters.append(prompt["kv_policy_parameters"])
+        prompts.append(prompt)
+    short, *long = parameters
+    assert short == {"turn_ends": []}, "no round is finished"
+    for each in long:
+        assert each["turn_ends"] == []
+        assert each["patched_prompt"][-2:] == Words().encode(question, False)
+    assert len(long[0]["loop_ends"]) == 3, "the question, and two finished rounds"
+    assert long[1]["loop_ends"][:3] == long[0]["loop_ends"]
+    assert all("kv_policy_other_episodes" not in prompt for prompt in prompts)
+    assert not encoded, "there is nothing to divide into episodes"
+    off = rendered(made_for(loop_tokens=None), loop(question, 6), False)
+    assert off["kv_policy_parameters"] == {"turn_ends": []}
+
+
+def test_a_loop_stays_in_the_episode_of_its_question(encoded):
+    wrapped = made_for(episodes=3, loop_tokens=100)
+    messages = [*chat(48, "")[:-1], *loop("what of violins cellos flutes", 6)]
+    prompt = rendered(wrapped, messages, False)
+    parameters = prompt["kv_policy_parameters"]
+    assert topics_in(parameters) >= {"violins", "cellos", "flutes"}
+    ends, loop_ends = parameters["turn_ends"], parameters["loop_ends"]
+    assert len(ends) == 24, "of every finished turn"
+    assert len(loop_ends) == 6
+    assert ends[-1] < loop_ends[0]
+    for build in episode_builds._builds_of(prompt):
+        assert len(build.history) == ends[-1], "without the live turn"
+        assert build.turn_ends == tuple(ends)
+        assert build.loop_ends == ()
+
+
+def test_a_build_keeps_the_questions_of_earlier_loops(encoded):
+    wrapped = made_for(episodes=3, loop_tokens=100)
+    answered = {"role": "assistant", "content": "red ones"}
+    messages = [*chat(48, "")[:-1], *loop("which apples", 6), answered]
+    prompt = rendered(wrapped, [*messages, *chat(0, "what of trains")], False)
+    parameters = prompt["kv_policy_parameters"]
+    builds = episode_builds._builds_of(prompt)
+    assert len(builds) == 2
+    for build in builds:
+        assert build.loop_ends == tuple(parameters["loop_ends"])
+        assert len(build.loop_ends) == 7, "all six rounds are finished"
 
 
 def test_the_system_prompt_is_not_part_of_the_conversation(encoded):

@@ -203,7 +203,7 @@ def test_a_text_to_complete_is_history_up_to_its_last_block():
         ends = policy.find_turn_ends(range(tokens), None)
         assert ends == ((tokens - 512,) if tokens > 512 else ())
         assert policy.find_turn_ends(range(tokens), []) == ()
-        assert policy.find_turn_ends(range(tokens), [5, 9]) == (9,)
+        assert policy.find_turn_ends(range(tokens), [5, 9]) == (5, 9)
         cuts = policy.plan(Lengths(tokens, ends), GEOMETRY)
         # the budget, a block of history, the query, a partial block
         assert cuts.peak_blocks(tokens) <= (1024 + 512 + 512) // 32 + 1

@@ -12,7 +12,8 @@ import chat_fixtures
 from chat_fixtures import TEMPLATES, TOOLS, Template, answer, calls, result, user
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.vllm_adapter.frontend import message_tokens
+from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.vllm_adapter.frontend import chat_episodes, message_tokens
 from vllm_kvplugins.vllm_adapter.frontend.conversation_turns import (
     TurnParts,
     TurnsUnknown,
@@ -108,6 +109,24 @@ def test_parts_stay_where_they_are_while_a_conversation_grows(template, tools):
     # A first finished round comes with its question.
     assert counts == [0, 0, 0, 2, 3, 4, 5, 6, 6, 8, 9, 10][: len(counts)]
     assert counts[-1] == 10
+
+
+@EACH
+def test_a_loop_without_a_history_is_compressed_for_its_question(template, monkeypatch):
+    """EpiCache finds the rounds that FlowKV finds."""
+    shape = Geometry(16, num_layers=2, num_kv_heads=2, kv_bytes_per_token=64)
+    monkeypatch.setattr(chat_episodes, "geometry_of", lambda config: shape)
+    messages = chat_fixtures.messages_of(dialogue()[1:2])[:-1]
+    expected, _ = found(template, messages, tools=TOOLS)
+    sizes = {"budget": 32, "prefill_block": 16, "loop_tokens": 20}
+    settings = {"sinks": 2, "recent": 2}
+    policy = {"name": "epicache", "base_config": settings} | sizes
+    renderer = chat_fixtures.renderer_of(template, policy)
+    parameters, _ = found(template, messages, renderer, tools=TOOLS)
+    assert {key: parameters[key] for key in expected} == expected
+    assert len(parameters["loop_ends"]) == 5
+    question = template.tokenizer.decode(parameters["patched_prompt"])
+    assert ASKED[0] in question
 
 
 @EACH

@@ -306,9 +306,26 @@ def slot_scores(
             score = score.scatter(1, order, score)
         width = min(score.shape[1], slots)
         scores[layer, :, :width] = score[:, :width]
+    if compaction.whole_tokens != (0, 0):
+        _keep_whole(scores, owned.positions[:, :slots], compaction.whole_tokens)
     place = torch.arange(slots, device=scores.device)
     first, stop = ((pages * size).view(*shape[:2], 1) for pages in (fixed, competing))
     return scores.masked_fill_((place < first) | (place >= stop), -torch.inf)
+
+
+def _keep_whole(
+    scores: torch.Tensor, positions: torch.Tensor, whole_tokens: tuple[int, int]
+) -> None:
+    """Mark the tokens of a compaction that stay whatever their scores.
+
+    Args:
+        scores: float32 [layers, kv_heads, slots]; overwritten.
+        positions: int32 [layers * kv_heads, slots].
+        whole_tokens: positions [start, stop).
+    """
+    start, stop = whole_tokens
+    whole = (positions >= start) & (positions < stop)
+    scores.masked_fill_(whole.view(scores.shape), torch.inf)
 
 
 def check_scores(

@@ -11,10 +11,25 @@ block, a request never holds more than the budget and one block::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
+
+
+@dataclass(frozen=True, slots=True)
+class WholeQuestion:
+    """A question that compactions inside of its turn keep whole.
+
+    Attributes:
+        start: position of its first token.
+        stop: position behind its last token.
+        turn_end: number of tokens up to which compactions keep it.
+    """
+
+    start: int
+    stop: int
+    turn_end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +61,36 @@ class Blockwise:
         block_size: int,
         budget_tokens: int,
         restored: Compaction | None = None,
+        questions: Sequence[WholeQuestion] = (),
     ) -> Iterator[Compaction]:
         """The compactions of the first ``tokens`` tokens, without one at their end.
 
-        Each runs when budget and interval are full. Their places therefore do not
-        depend on the length of the prompt, and later requests cannot move them.
+        The first runs when budget and interval are full, each later one an interval
+        behind. Their places do not depend on the length of the prompt, so later
+        requests cannot move them. One that would free nothing, because a question stays
+        whole, is left out.
 
         Args:
             restored: one of these compactions, which has run; yields only later ones.
+            questions: take room beside the budget while they stay whole; ascending.
         """
         keep = -(-budget_tokens // block_size)
         interval = self.interval_blocks(block_size)
         start = restored.retained.start if restored else 0
-        for stop in range(start + keep + interval, tokens // block_size + 1, interval):
-            retained = BlockSpan(stop - keep, stop)
-            yield Compaction(stop * block_size, BlockSpan(start, stop), retained)
-            start = retained.start
+        done = restored.at_tokens if restored else 0
+        for stop in range(keep + interval, tokens // block_size + 1, interval):
+            at_tokens = stop * block_size
+            if at_tokens <= done:
+                continue
+            whole = _whole_at(at_tokens, questions)
+            retained = keep + -(-(whole[1] - whole[0]) // block_size)
+            if retained >= stop - start:
+                continue
+            region = BlockSpan(stop - retained, stop)
+            yield Compaction(
+                at_tokens, BlockSpan(start, stop), region, whole_tokens=whole
+            )
+            start = region.start
 
     def cuts(
         self,
@@ -90,6 +119,14 @@ class Blockwise:
             kept = BlockSpan(stop - keep, stop)
             yield Compaction(stop * block_size, BlockSpan(start, stop), kept)
             start = stop - keep
+
+
+def _whole_at(at_tokens: int, questions: Sequence[WholeQuestion]) -> tuple[int, int]:
+    """Positions of the tokens that a compaction at ``at_tokens`` keeps whole."""
+    for question in questions:
+        if question.start < at_tokens <= question.turn_end:
+            return question.start, min(question.stop, at_tokens)
+    return 0, 0
 
 
 def prompt_compactions(

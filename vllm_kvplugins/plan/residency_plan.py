@@ -60,6 +60,8 @@ class Compaction:
             compete, for the remaining blocks. 0: all candidates compete.
         shared_blocks: blocks of the shared prefix, in front of all candidates. They
             stay in place.
+        whole_tokens: positions [start, stop) of tokens that stay, whatever their
+            scores. The retained region has room for those among the candidates.
     """
 
     at_tokens: int
@@ -67,6 +69,7 @@ class Compaction:
     retained: BlockSpan
     fixed_blocks: int = 0
     shared_blocks: int = 0
+    whole_tokens: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         inside = self.candidates.start <= self.retained.start < self.retained.stop
@@ -106,12 +109,16 @@ class Compaction:
         candidates, retained = (
             BlockSpan(span.start + blocks, span.stop + blocks) for span in spans
         )
+        moved_tokens = blocks * block_size
+        first, stop = self.whole_tokens
+        whole = (first + moved_tokens, stop + moved_tokens) if first < stop else (0, 0)
         return Compaction(
-            self.at_tokens + blocks * block_size,
+            self.at_tokens + moved_tokens,
             candidates,
             retained,
             self.fixed_blocks,
             self.shared_blocks + blocks,
+            whole,
         )
 
 

@@ -186,7 +186,7 @@ class Turns(ABC):
             the tokens that close and open messages (the settings ``turn_end_token``,
             ``user_opening`` and ``tool_opening``). Chat requests send turn ends.
         history_only: the only turn that counts is the history before the live turn;
-            chat requests send where it ends.
+            chat requests send where it ends, or all turn ends if there are loops.
         loop_tokens: the policy also compresses parts of tool loops with more tokens
             than these; chat requests send where their parts end. None: it does not.
     """

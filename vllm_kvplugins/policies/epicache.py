@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -16,8 +16,8 @@ from vllm_kvplugins.budgets import (
     parse_allocator,
 )
 from vllm_kvplugins.episodes.settings import DEFAULT_ENCODER, Build, EpisodeSettings
-from vllm_kvplugins.plan.geometry import Geometry, Lengths
-from vllm_kvplugins.plan.prompt_cuts import Blockwise
+from vllm_kvplugins.plan.geometry import Geometry, Lengths, ToolLoop
+from vllm_kvplugins.plan.prompt_cuts import Blockwise, WholeQuestion
 from vllm_kvplugins.plan.residency_plan import ResidencyPlan
 from vllm_kvplugins.policies.capabilities import EpisodeRouting, Turns
 from vllm_kvplugins.policies.wrapper import Wrapper
@@ -25,24 +25,37 @@ from vllm_kvplugins.policies.wrapper import Wrapper
 
 @dataclass(frozen=True, slots=True)
 class HistoryEnd(Turns):
-    """One turn: the history. The request names its end.
+    """The history ends where the last finished turn does. The request names the ends.
 
     Attributes:
         query_tokens: of a prompt that names none, such as a text to complete, this many
             last tokens are the query, and all before them the history.
+        loop_tokens: see ``Turns``.
     """
 
     query_tokens: int
+    loop_tokens: int | None = None
     history_only: ClassVar[bool] = True
 
     def turn_ends(
         self, prompt: Sequence[int], requested: Sequence[int] | None
     ) -> tuple[int, ...]:
-        """The end of the history; none if there is no history."""
+        """The ends of finished turns; the last one ends the history. None without."""
         if requested is not None:
-            return tuple(requested[-1:])
+            return tuple(requested)
         history_tokens = len(prompt) - self.query_tokens
         return (history_tokens,) if history_tokens > 0 else ()
+
+    def tool_loops(
+        self,
+        prompt: Sequence[int],
+        turn_ends: Sequence[int],
+        requested: Sequence[int] | None,
+    ) -> tuple[ToolLoop, ...]:
+        """The loops that the request names."""
+        if self.loop_tokens is None or requested is None:
+            return ()
+        return ToolLoop.of_ends(turn_ends, requested)
 
 
 class EpiCache(Wrapper):
@@ -63,10 +76,17 @@ class EpiCache(Wrapper):
     ``prefill_block`` tokens are the query, and the base policy scores without a patched
     prompt.
 
+    A round of a tool loop is a message of the model and the results of its calls. It is
+    finished when the model has answered the results. Where more than ``loop_tokens``
+    tokens of finished rounds have come since the question, or since the last time,
+    these rounds join the history before their turn ends. The question stays whole until
+    then, beside the budget, and the newest round is not compressed. If a chat begins
+    with such a loop, its question is the patched prompt.
+
     Differs from the paper: block boundaries are counted from the start of the
     conversation instead of its end. When the history grows, the engine need not read
     the earlier part again. While a query is answered, the cache can hold up to one
-    block more than the budget.
+    block more than the budget. The paper has no tool loops.
 
     Cost: a forward pass of the patched prompt per block and episode.
     """
@@ -95,6 +115,12 @@ class EpiCache(Wrapper):
         ge=1,
         description="Tokens between two compactions (M_block), held in addition to the "
         "budget.",
+    )
+    loop_tokens: int | None = Field(
+        default=4096,
+        ge=1,
+        description="Compress the finished rounds of a tool loop, before its turn "
+        "ends, when they have more tokens than this; null: only when the turn ends.",
     )
     allocator: Annotated[PageAllocator, BeforeValidator(parse_allocator)] = Field(
         default=HeadAdaptive(),
@@ -143,8 +169,11 @@ class EpiCache(Wrapper):
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
         size, restored = geometry.block_size, lengths.restored
         budget_tokens = self._budget_tokens(geometry)
-        history = lengths.turn_ends[-1] if lengths.turn_ends else 0
-        cuts = self._blockwise.grid(history, size, budget_tokens, restored)
+        questions = tuple(self._questions(lengths))
+        history = max(
+            (*lengths.turn_ends[-1:], *(each.turn_end for each in questions)), default=0
+        )
+        cuts = self._blockwise.grid(history, size, budget_tokens, restored, questions)
         compactions = (*([restored] if restored else []), *cuts)
         notes: tuple[str, ...] = ()
         if not history and lengths.prompt_tokens > budget_tokens + self.prefill_block:
@@ -153,6 +182,21 @@ class EpiCache(Wrapper):
                 "history yet; it is not compressed",
             )
         return ResidencyPlan(size, compactions, notes=notes)
+
+    def _questions(self, lengths: Lengths) -> Iterator[WholeQuestion]:
+        """The questions of tool loops that are compressed before their turn ends."""
+        for loop in lengths.loops:
+            rounds = loop.cuts(self.loop_tokens)
+            if not rounds:
+                continue
+            before = [end for end in lengths.turn_ends if end < loop.question_end]
+            after = [end for end in lengths.turn_ends if end >= loop.question_end]
+            # The live turn has no end: its last rounds are not compressed yet.
+            yield WholeQuestion(
+                start=before[-1] if before else 0,
+                stop=loop.question_end,
+                turn_end=after[0] if after else rounds[-1],
+            )
 
     def max_prompt_blocks(self, tokens: int, geometry: Geometry) -> int | None:
         max_blocks = self._blockwise.max_blocks(
@@ -175,7 +219,7 @@ class EpiCache(Wrapper):
 
     @property
     def turns(self) -> HistoryEnd:
-        return HistoryEnd(self.prefill_block)
+        return HistoryEnd(self.prefill_block, self.loop_tokens)
 
     @property
     def episode_routing(self) -> EpisodeRouting | None:

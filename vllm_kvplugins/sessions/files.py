@@ -336,6 +336,7 @@ def _packed(compaction: Compaction | None) -> dict[str, Any] | None:
     if compaction is None:
         return None
     fields = asdict(compaction)
+    del fields["whole_tokens"]  # it has run
     return fields | {key: fields.pop(name) for key, name in _SPANS.items()}
 
 

@@ -34,7 +34,11 @@ from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.plan.geometry import Lengths
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of
-from vllm_kvplugins.vllm_adapter.config.request_params import PATCHED_PROMPT, TURN_ENDS
+from vllm_kvplugins.vllm_adapter.config.request_params import (
+    LOOP_ENDS,
+    PATCHED_PROMPT,
+    TURN_ENDS,
+)
 from vllm_kvplugins.vllm_adapter.frontend import shared_prefix
 from vllm_kvplugins.vllm_adapter.frontend.conversation_turns import questions_of
 
@@ -75,20 +79,23 @@ def request_parameters(
     messages: Sequence[Any],
     live: int,
     prompt: Any,
-    turn_ends: list[int],
+    found: dict[str, list[int]],
 ) -> dict[str, Any]:
     """Parameters of a chat request: turn ends, and the patched prompt of its episode.
+
+    A chat that begins with a long tool loop has no episodes yet. Its question, for
+    which the loop gathers facts, is the patched prompt.
 
     Writes ``OTHER_EPISODES`` and ``EMBEDDING_JOB`` into the prompt.
 
     Args:
         live: index of the first message of the live turn.
         prompt: the rendered prompt.
-        turn_ends: number of tokens of the history; empty if unknown.
+        found: where finished turns and parts of tool loops end, in tokens.
 
     Returns:
-        Empty if the history is not compressed: it is shorter than budget and block, or
-        has parts that are not text.
+        Empty if the chat is not compressed: its history is shorter than budget and
+        block, or has parts that are not text.
 
     Raises:
         VLLMValidationError: the encoder failed.
@@ -97,10 +104,12 @@ def request_parameters(
     geometry = geometry_of(renderer.config)
     prefix = shared_prefix.tokens_of(renderer.config, policy, prompt)
     shared = min(prefix, len(tokens) - 1) // geometry.block_size
-    lengths = Lengths(len(tokens), tuple(turn_ends), shared_blocks=shared)
+    ends = policy.find_turn_ends(tokens, found[TURN_ENDS])
+    loops = policy.find_tool_loops(tokens, ends, found.get(LOOP_ENDS))
+    lengths = Lengths(len(tokens), ends, shared_blocks=shared, loops=loops)
     if policy.plan_request(lengths, geometry).is_static:
         return {}
-    parameters: dict[str, Any] = {TURN_ENDS: turn_ends}
+    parameters: dict[str, Any] = dict(found)
     routing = policy.episode_routing
     if routing is None:
         return parameters
@@ -111,12 +120,14 @@ def request_parameters(
     except NotText as error:
         logger.warning_once("a chat is not compressed: %s", str(error))
         return {}
-    if not history:
-        return {}
     frontend = _frontend(renderer, routing.settings)
+    max_tokens = routing.patched_prompt_tokens
+    if not history:
+        if not loops or not query:
+            return {}
+        return parameters | {PATCHED_PROMPT: frontend.tokens(query, max_tokens)}
     owner = prompt.get("cache_salt") or ""
     route = _route(frontend.router, owner, history, query)
-    max_tokens = routing.patched_prompt_tokens
     by_guide = {
         guide: parameters | {PATCHED_PROMPT: frontend.tokens(guide, max_tokens)}
         for guide in route.guides

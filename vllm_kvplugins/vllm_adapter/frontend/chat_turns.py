@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -172,16 +173,22 @@ class _Call:
     ) -> dict[str, Any]:
         """Request parameters for a chat: its turns and, with EpiCache, its episode."""
         starts = turn_starts(messages)
-        if self._history_only and not any(starts):
-            return {}  # There is no history.
+        has_long_turn = len(prompt["prompt_token_ids"]) > (
+            self._loop_tokens or math.inf
+        )
+        if self._history_only and not any(starts) and not has_long_turn:
+            return {}  # There is no history, and no loop to compress.
         chat = self._rendered(messages, starts, prompt, offsets)
         tokenizer = self._renderer.get_tokenizer()
         ends = await turn_ends(chat, tokenizer, steps)
+        of_loops = await loop_search.loop_ends(
+            chat, ends, self._loop_tokens, tokenizer, steps
+        )
+        found = {TURN_ENDS: ends} | ({LOOP_ENDS: of_loops} if of_loops else {})
         if not self._history_only:
-            of_loops = await loop_search.loop_ends(
-                chat, ends, self._loop_tokens, tokenizer, steps
-            )
-            return {TURN_ENDS: ends} | ({LOOP_ENDS: of_loops} if of_loops else {})
+            return found
+        if not of_loops:
+            found[TURN_ENDS] = ends[-1:]  # No other turn counts.
         # In a thread, because the encoder would block the event loop.
         parameters: dict[str, Any] = await steps.in_thread(
             chat_episodes.request_parameters,
@@ -190,7 +197,7 @@ class _Call:
             messages,
             starts[-1],
             prompt,
-            ends[-1:],
+            found,
         )
         return parameters
 

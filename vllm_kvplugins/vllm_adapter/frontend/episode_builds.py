@@ -26,7 +26,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.vllm_adapter.config.engine_config import policy_of
-from vllm_kvplugins.vllm_adapter.config.request_params import PATCHED_PROMPT, TURN_ENDS
+from vllm_kvplugins.vllm_adapter.config.request_params import (
+    LOOP_ENDS,
+    PATCHED_PROMPT,
+    TURN_ENDS,
+)
 from vllm_kvplugins.vllm_adapter.frontend.chat_episodes import (
     EMBEDDING_JOB,
     OTHER_EPISODES,
@@ -52,12 +56,16 @@ class EpisodeBuild:
         patched_prompt: token IDs that identify the episode.
         salt: cache salt of the client's request.
         shared_prefix: tokens of its system prompt.
+        turn_ends: token counts at which its turns end; empty: it is one turn.
+        loop_ends: token counts at which parts of its tool loops end.
     """
 
     history: tuple[int, ...]
     patched_prompt: tuple[int, ...]
     salt: str | None
     shared_prefix: int = 0
+    turn_ends: tuple[int, ...] = ()
+    loop_ends: tuple[int, ...] = ()
 
 
 class EpisodeBuilder:
@@ -201,15 +209,22 @@ def builder_of(engine: Any) -> EpisodeBuilder | None:
 
 def _builds_of(prompt: dict[str, Any]) -> list[EpisodeBuild]:
     """Builds of the episodes that a request was not routed to."""
-    return [
-        EpisodeBuild(
-            tuple(prompt["prompt_token_ids"][: parameters[TURN_ENDS][-1]]),
-            tuple(parameters[PATCHED_PROMPT]),
-            prompt.get("cache_salt"),
-            prompt.get(PROMPT_KEY, 0),
+    builds = []
+    for parameters in prompt.get(OTHER_EPISODES, ()):
+        history_tokens = parameters[TURN_ENDS][-1]
+        loop_ends = parameters.get(LOOP_ENDS, ())
+        builds.append(
+            EpisodeBuild(
+                tuple(prompt["prompt_token_ids"][:history_tokens]),
+                tuple(parameters[PATCHED_PROMPT]),
+                prompt.get("cache_salt"),
+                prompt.get(PROMPT_KEY, 0),
+                tuple(parameters[TURN_ENDS]),
+                # Not those of the live turn.
+                tuple(end for end in loop_ends if end <= history_tokens),
+            )
         )
-        for parameters in prompt.get(OTHER_EPISODES, ())
-    ]
+    return builds
 
 
 async def _run_build(engine: Any, build: EpisodeBuild) -> None:
@@ -223,9 +238,11 @@ async def _run_build(engine: Any, build: EpisodeBuild) -> None:
     if build.salt is not None:
         prompt["cache_salt"] = build.salt
     parameters = {
-        TURN_ENDS: [len(build.history)],
+        TURN_ENDS: list(build.turn_ends or [len(build.history)]),
         PATCHED_PROMPT: list(build.patched_prompt),
     }
+    if build.loop_ends:
+        parameters[LOOP_ENDS] = list(build.loop_ends)
     params = SamplingParams(max_tokens=1, detokenize=False, extra_args=parameters)
     request_id = f"{_REQUEST_PREFIX}{uuid.uuid4().hex}"
     async for _ in engine.generate(prompt, params, request_id):
