@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # First: it replaces distutils, and warns if the standard one is already imported.
@@ -18,6 +19,9 @@ sys.path[:0] = [str(_HELPERS), str(_HELPERS / "cpu_v2"), str(_TESTS / "oracles")
 sys.path.extend(map(str, sorted((_TESTS.parent / "benchmarks").glob("*/"))))
 sys.path.append(str(_TESTS.parent / "scripts"))
 
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("kvp", deadline=None)
+hypothesis.settings.load_profile("kvp")
 
 _LEFT_OUT = pytest.StashKey[int]()
 # Each test of these runs an engine of its own, for minutes.

@@ -52,7 +52,9 @@ def serve() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for name in _PRELOADED:
-        import_module(name)
+        # Not every supported vLLM has every one.
+        with contextlib.suppress(ModuleNotFoundError):
+            import_module(name)
     _do_once()
     threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
     assert threads == 1, f"{threads} threads; a fork would copy one of them"

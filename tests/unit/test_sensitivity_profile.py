@@ -103,7 +103,10 @@ def test_what_a_config_does_not_say_does_not_count():
 
 def test_shipped_profiles_are_sound_and_of_different_models():
     paths = profiles.shipped_profiles()
-    assert "smollm2-135m-instruct.json" in [path.name for path in paths]
+    assert [path.name for path in paths] == [
+        "qwen2.5-coder-0.5b-instruct.json",
+        "smollm2-135m-instruct.json",
+    ]
     for path in paths:
         result = profiles.read_profile(path)
         assert result.sensitivity[0] == pytest.approx(0, abs=1e-6), "keys of embeddings"
