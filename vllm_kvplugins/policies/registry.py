@@ -32,6 +32,8 @@ _POLICIES: dict[str, str] = {
     "chunkkv": "vllm_kvplugins.policies.chunkkv:ChunkKV",
     "pyramidkv": "vllm_kvplugins.policies.pyramidkv:PyramidKV",
     "protokv": "vllm_kvplugins.policies.protokv:ProtoKV",
+    "lagkv": "vllm_kvplugins.policies.lagkv:LagKV",
+    "criticalkv": "vllm_kvplugins.policies.criticalkv:CriticalKV",
     "r-kv": "vllm_kvplugins.policies.r_kv:RKV",
     "triattention": "vllm_kvplugins.policies.triattention:TriAttention",
     "exact-topk": "vllm_kvplugins.policies.exact_topk:ExactTopK",
