@@ -38,7 +38,8 @@ SEED = 20261121
 # Tokens whose attention is summed at a time.
 QUERIES_AT_ONCE = 256
 FUTURE = 512
-BY_SCORE = ("criticalkv", "lagkv", "expected-attention", "observed attention")
+SEEN = "observed attention"  # reads the sums; others would take them for weights
+BY_SCORE = ("criticalkv", "lagkv", "expected-attention", SEEN)
 
 
 # -- step one: kvpress ----------------------------------------------------------
@@ -66,7 +67,7 @@ def make_presses(ratio: float) -> dict[str, Any]:
         "expected-attention": kvpress.ExpectedAttentionPress(
             ratio, n_future_positions=FUTURE
         ),
-        "observed attention": kvpress.ObservedAttentionPress(ratio),
+        SEEN: kvpress.ObservedAttentionPress(ratio),
         "adakv safeguard=0": kvpress.AdaKVPress(snapkv(), alpha_safeguard=0.0),
         "adakv safeguard=0.2": kvpress.AdaKVPress(snapkv(), alpha_safeguard=0.2),
     }
@@ -149,7 +150,9 @@ def record_prompt(model: Any, tokens: list[int], budget: int) -> dict[str, Any]:
         # the press sums over the queries, which are all in one row here
         sums = attention_sums(queries, cache.keys[0], module.scaling)[None, :, None]
         kept = {
-            name: scores_keep(press, module, hidden, cache, sums, kwargs)
+            name: scores_keep(
+                press, module, hidden, cache, sums if name == SEEN else None, kwargs
+            )
             if name in BY_SCORE
             else press_keeps(press, module, hidden, cache.keys, kwargs)
             for name, press in presses.items()
@@ -250,7 +253,7 @@ def make_comparisons() -> list[Comparison]:
     }
     pyramidkv = policy("pyramidkv", window=WINDOW)
     pyramid = parse_allocator({"name": "pyramid", "beta": PYRAMID_BETA})
-    h2o, seen = policy("h2o", recent=0), "observed attention"
+    h2o = policy("h2o", recent=0)
     name = f"pyramidkv, beta {PYRAMID_BETA}"
     return [
         *(Comparison(name, name, one, uniform) for name, one in plain.items()),
@@ -258,8 +261,8 @@ def make_comparisons() -> list[Comparison]:
         Comparison(
             f"{name}, window inside", "pyramidkv", pyramidkv, pyramid, window_inside
         ),
-        Comparison("observed attention, h2o", seen, h2o, uniform),
-        Comparison("observed attention, h2o per query", seen, h2o, uniform, per_query),
+        Comparison("observed attention, h2o", SEEN, h2o, uniform),
+        Comparison("observed attention, h2o per query", SEEN, h2o, uniform, per_query),
         *(
             Comparison(f"adakv, safeguard {x:g}", f"adakv safeguard={x:g}", snapkv, a)
             for x, a in ((0, adaptive(0.0)), (0.2, adaptive(0.2)))
