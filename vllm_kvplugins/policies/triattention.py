@@ -51,7 +51,7 @@ class TriAttention(Compressor):
         description="Largest distance of a future query; distances are powers of 2.",
     )
     recent: int = Field(
-        default=64, ge=0, description="Newest tokens; they always stay."
+        default=32, ge=0, description="Newest tokens; they always stay."
     )
 
     @property
