@@ -193,6 +193,12 @@ class MaskedModel:
         cos, sin = (part[0, :, : part.shape[2] // 2].float() for part in table)
         return Rotary(cos, sin, is_neox=True)
 
+    def output_weights(self, layer: int) -> torch.Tensor:
+        """Output projection of a layer: [num_q_heads, head_dim, hidden size]."""
+        attention = self.model.model.layers[layer].self_attn
+        weight = attention.o_proj.weight.T
+        return weight.reshape(-1, attention.head_dim, weight.shape[1])
+
     def attention(
         self,
         layer: int,

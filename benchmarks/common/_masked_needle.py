@@ -41,7 +41,13 @@ class Answers:
         resolvers = [policy.spans for policy in parsed]
         prompt = self.model.read(tokens, logits=len(tokens) if any(resolvers) else 1)
         probing = Probing(self.model, tokens, self._encode)
-        selector = Selector(prompt, self.model.rotary(), BLOCK_SIZE, probing)
+        selector = Selector(
+            prompt,
+            self.model.rotary(),
+            BLOCK_SIZE,
+            probing,
+            self.model.output_weights,
+        )
         everything = selector.kept(parse_policy(full))
         kept = [
             everything if resolver else selector.kept(policy)

@@ -9,8 +9,9 @@ runtime keeps the same tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ class Selector:
         rotary: the model's RoPE, for policies that need it.
         block_size: tokens per page.
         probing: for policies that probe.
+        output_weights: reads the output projection of a layer, for policies that need
+            it.
     """
 
     def __init__(
@@ -70,8 +73,10 @@ class Selector:
         rotary: Rotary | None,
         block_size: int,
         probing: Probing | None = None,
+        output_weights: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self.prompt = prompt
+        self.output_weights = output_weights
         self.probing = probing
         self.rotary = rotary
         heads, _, dim = prompt.keys[0].shape
@@ -191,4 +196,9 @@ class Selector:
             observed=observed,
             budget_tokens=budget_tokens,
             load_values=lambda: prompt.values[layer],
+            load_output_weights=(
+                None
+                if self.output_weights is None
+                else partial(self.output_weights, layer)
+            ),
         )

@@ -135,7 +135,13 @@ def of_document(
 
     reference = Reference(model, ids, setting.tokens)
     probing = Probing(model, ids[: setting.tokens], encode)
-    selector = Selector(reference.prompt, model.rotary(), setting.block_size, probing)
+    selector = Selector(
+        reference.prompt,
+        model.rotary(),
+        setting.block_size,
+        probing,
+        model.output_weights,
+    )
     scored = []
     for job in jobs:
         kept = selector.kept(parse_policy(dict(job.policy)))

@@ -245,7 +245,13 @@ def main(
             progress.update(task, description=f"reading {name}")
             reference = Reference(masked, ids, prompt_tokens)
             probing = Probing(masked, ids[:prompt_tokens], encode)
-            selector = Selector(reference.prompt, masked.rotary(), block_size, probing)
+            selector = Selector(
+                reference.prompt,
+                masked.rotary(),
+                block_size,
+                probing,
+                masked.output_weights,
+            )
             progress.console.print(f"{name}: full KV agrees, KL {reference.check:.1e}")
             progress.advance(task)
             for label, config in chosen_rows.items():

@@ -230,3 +230,28 @@ def recorded(
         at_tokens = plan.compaction(len(done)).at_tokens
         done.append({"at_tokens": at_tokens, "kept": record.kept_positions})
     return runs
+
+
+# -- what policies read from the model ------------------------------------------
+
+
+def output_weights(model: str, policy: Policy) -> dict[str, Any]:
+    """The output projections that the policy got, next to those of the checkpoint."""
+    from safetensors.torch import load_file
+
+    driver = _driver(model, policy)
+    driver.add("one", _prompt(1, 300), max_tokens=3)
+    driver.run()
+    stored = load_file(f"{model}/model.safetensors")
+    views = driver.runtime._compactor.views
+    errors = []
+    for layer, read in enumerate(views.output_weights):
+        weights = read()
+        wanted = stored[f"model.layers.{layer}.self_attn.o_proj.weight"].T
+        errors.append(float((weights.flatten(0, 1) - wanted).abs().max()))
+    return {
+        "errors": errors,
+        "largest": float(wanted.abs().max()),
+        "heads": list(weights.shape),
+        "layers": views.heap.num_layers,
+    }

@@ -119,6 +119,12 @@ class FakeSurprisal:
         return torch.tensor([zlib.crc32(name) / 2**30 for name in named])
 
 
+def output_weights() -> torch.Tensor:
+    """The fake model's output projection, the same in all layers."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(KV_HEADS * GROUP, HEAD_DIM, 24, generator=generator)
+
+
 class FakeEngine:
     """Runs requests under a policy, and checks the cache in every step.
 
@@ -154,7 +160,15 @@ class FakeEngine:
         model = ProbeModel(self._run_probe, encode, POSITIONS, max_tokens=128)
         rotary = make_rotary(HEAD_DIM)
         scales = [SCALE] * LAYERS
-        self.runtime.bind_heap(self.heap, scales, rotary, model, FakeSurprisal(), rules)
+        self.runtime.bind_heap(
+            self.heap,
+            scales,
+            rotary,
+            model,
+            FakeSurprisal(),
+            rules,
+            output_weights=[output_weights] * LAYERS,
+        )
         self.runtime.records = []
         self.fetches = self.runtime.policy.retrieval is not None
         self.free = list(range(blocks - 1, 0, -1))

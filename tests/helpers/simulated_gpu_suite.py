@@ -93,7 +93,7 @@ def test_eviction_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any])
 
 
 ASK_PAGES = {"snapkv", "pyramidkv", "chunkkv", "protokv", "tova", "h2o"}
-ASK_PAGES |= {"infinipot", "epicache"}
+ASK_PAGES |= {"criticalkv", "infinipot", "epicache"}
 
 
 @pytest.mark.parametrize("policy", policies(drop), ids=lambda p: p["name"])

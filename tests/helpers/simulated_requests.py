@@ -67,7 +67,17 @@ class Life:
                 object.__setattr__(rotary, field.name, self.here(value))
         model = ProbeModel(self._probe, encode, POSITIONS, max_tokens=128)
         scales = [HEAD_DIM**-0.5] * LAYERS
-        self.runtime.bind_heap(heap, scales, rotary, model, Losses(self))
+        own_rng = torch.Generator().manual_seed(SEED)
+        weights = torch.randn(KV_HEADS * GROUP, HEAD_DIM, 24, generator=own_rng)
+        weights = self.here(weights)
+        self.runtime.bind_heap(
+            heap,
+            scales,
+            rotary,
+            model,
+            Losses(self),
+            output_weights=[lambda: weights] * LAYERS,
+        )
         self.prompts = dict(PROMPTS)
         self.computed = dict.fromkeys(PROMPTS, 0)
         self.turns: dict[str, tuple[int, ...]] = {}

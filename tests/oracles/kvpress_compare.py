@@ -38,7 +38,8 @@ SEED = 20261121
 # Tokens whose attention is summed at a time.
 QUERIES_AT_ONCE = 256
 FUTURE = 512
-BY_SCORE = ("expected-attention", "observed attention")
+SEEN = "observed attention"  # reads the sums; others would take them for weights
+BY_SCORE = ("criticalkv", "lagkv", "expected-attention", SEEN)
 
 
 # -- step one: kvpress ----------------------------------------------------------
@@ -61,10 +62,12 @@ def make_presses(ratio: float) -> dict[str, Any]:
         "pyramidkv": kvpress.PyramidKVPress(
             ratio, window_size=WINDOW, beta=PYRAMID_BETA
         ),
+        "lagkv": kvpress.LagKVPress(ratio),
+        "criticalkv": kvpress.CriticalKVPress(snapkv()),
         "expected-attention": kvpress.ExpectedAttentionPress(
             ratio, n_future_positions=FUTURE
         ),
-        "observed attention": kvpress.ObservedAttentionPress(ratio),
+        SEEN: kvpress.ObservedAttentionPress(ratio),
         "adakv safeguard=0": kvpress.AdaKVPress(snapkv(), alpha_safeguard=0.0),
         "adakv safeguard=0.2": kvpress.AdaKVPress(snapkv(), alpha_safeguard=0.2),
     }
@@ -89,12 +92,18 @@ def press_keeps(
 
 
 def scores_keep(
-    press: Any, module: Any, hidden: torch.Tensor, cache: Any, attentions: Any
+    press: Any,
+    module: Any,
+    hidden: torch.Tensor,
+    cache: Any,
+    attentions: Any,
+    kwargs: Any,
 ) -> torch.Tensor:
     """As ``press_keeps``, for presses that score by values or attention."""
     from kvpress.utils import compute_n_kept
 
-    scores = press.score(module, hidden, cache.keys, cache.values, attentions, {})[0]
+    states = hidden, cache.keys, cache.values
+    scores = press.score(module, *states, attentions, kwargs)[0]
     count = compute_n_kept(scores.shape[1], press.compression_ratio)
     best = scores.topk(count, dim=-1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
@@ -141,7 +150,9 @@ def record_prompt(model: Any, tokens: list[int], budget: int) -> dict[str, Any]:
         # the press sums over the queries, which are all in one row here
         sums = attention_sums(queries, cache.keys[0], module.scaling)[None, :, None]
         kept = {
-            name: scores_keep(press, module, hidden, cache, sums)
+            name: scores_keep(
+                press, module, hidden, cache, sums if name == SEEN else None, kwargs
+            )
             if name in BY_SCORE
             else press_keeps(press, module, hidden, cache.keys, kwargs)
             for name, press in presses.items()
@@ -152,6 +163,7 @@ def record_prompt(model: Any, tokens: list[int], budget: int) -> dict[str, Any]:
                 "values": cache.values[0].clone(),
                 "queries": queries.clone(),
                 "scale": module.scaling,
+                "output": module.o_proj.weight.T.clone(),
                 "kept": kept,
             }
         )
@@ -235,11 +247,13 @@ def make_comparisons() -> list[Comparison]:
         "tova": policy("tova"),
         "snapkv": snapkv,
         "chunkkv": policy("chunkkv", window=WINDOW),
+        "lagkv": policy("lagkv"),
+        "criticalkv": policy("criticalkv", window=WINDOW),
         "expected-attention": policy("expected-attention", future=FUTURE),
     }
     pyramidkv = policy("pyramidkv", window=WINDOW)
     pyramid = parse_allocator({"name": "pyramid", "beta": PYRAMID_BETA})
-    h2o, seen = policy("h2o", recent=0), "observed attention"
+    h2o = policy("h2o", recent=0)
     name = f"pyramidkv, beta {PYRAMID_BETA}"
     return [
         *(Comparison(name, name, one, uniform) for name, one in plain.items()),
@@ -247,8 +261,8 @@ def make_comparisons() -> list[Comparison]:
         Comparison(
             f"{name}, window inside", "pyramidkv", pyramidkv, pyramid, window_inside
         ),
-        Comparison("observed attention, h2o", seen, h2o, uniform),
-        Comparison("observed attention, h2o per query", seen, h2o, uniform, per_query),
+        Comparison("observed attention, h2o", SEEN, h2o, uniform),
+        Comparison("observed attention, h2o per query", SEEN, h2o, uniform, per_query),
         *(
             Comparison(f"adakv, safeguard {x:g}", f"adakv safeguard={x:g}", snapkv, a)
             for x, a in ((0, adaptive(0.0)), (0.2, adaptive(0.2)))
@@ -285,7 +299,8 @@ def our_scores(recorded: dict[str, Any], index: int, policy: Any) -> torch.Tenso
     from vllm_kvplugins.scoring.rotary import Rotary
 
     layer = recorded["layers"][index]
-    heads, slots, _ = layer["keys"].shape
+    heads, slots, dim = layer["keys"].shape
+    query_heads = len(layer["queries"]), dim
 
     def view(newest: int, observed: Any) -> Any:
         return make_layer_view(
@@ -299,6 +314,7 @@ def our_scores(recorded: dict[str, Any], index: int, policy: Any) -> torch.Tenso
             observed=observed,
             budget_tokens=recorded["budget"],
             load_values=lambda: layer["values"],
+            load_output_weights=lambda: layer["output"].unflatten(0, query_heads),
         )
 
     observed = None

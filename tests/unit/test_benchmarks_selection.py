@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -69,6 +70,11 @@ def encode(text: str) -> list[int]:
     return [ord(letter) % 97 for letter in text]
 
 
+def made_up_output_weights(layer: int) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(SEED + layer)
+    return torch.randn(KV_HEADS * GROUP, DIM, 20, generator=rng)
+
+
 def attach(runtime: PolicyRuntime, heap: Heap, rotary: Rotary) -> None:
     """A runtime whose prober sees the layers of a model."""
     tables = LookUpModel()
@@ -78,7 +84,8 @@ def attach(runtime: PolicyRuntime, heap: Heap, rotary: Rotary) -> None:
             runtime.prober.attend(layer, *tables.rows(token_ids, layer))
 
     model = ProbeModel(forward, encode, POSITIONS, POSITIONS)
-    runtime.bind_heap(heap, [SCALE] * LAYERS, rotary, model)
+    weights = [partial(made_up_output_weights, layer) for layer in range(LAYERS)]
+    runtime.bind_heap(heap, [SCALE] * LAYERS, rotary, model, output_weights=weights)
 
 
 def runtime_keeps(policy: Any, prompt: Prompt, selector: Selector) -> torch.Tensor:
@@ -125,7 +132,8 @@ def test_the_selector_keeps_what_the_runtime_keeps(name, allocator):
     policy = parse_policy(options)
     prompt = made_up_prompt()
     probing = Probing(LookUpModel(), PROMPT, encode)
-    selector = Selector(prompt, made_up_rotary(), SIZE, probing)
+    rotary = made_up_rotary()
+    selector = Selector(prompt, rotary, SIZE, probing, made_up_output_weights)
     kept = selector.kept(policy)
     assert torch.equal(kept, runtime_keeps(policy, prompt, selector))
     assert name == "full" or kept.double().mean() < 0.4

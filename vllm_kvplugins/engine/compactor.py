@@ -124,12 +124,15 @@ class Views:
         scales: softmax scale per layer.
         rotary: the model's RoPE; None if policies cannot undo it.
         rules: what else a layer does to logits, per layer; empty: nothing.
+        output_weights: reads the output projection, per layer; empty: the policy does
+            not need it.
     """
 
     heap: Heap
     scales: Sequence[float]
     rotary: Rotary | None
     rules: Sequence[LogitRules] = ()
+    output_weights: Sequence[Callable[[], torch.Tensor]] = ()
 
     def rules_of(self, layer: int) -> LogitRules:
         """What a layer does to logits besides scaling."""
@@ -203,6 +206,9 @@ class Views:
             load_values=lambda: ordered(heap.values(layer, pages)),
             page_votes=votes,
             rules=self.rules_of(layer),
+            load_output_weights=(
+                self.output_weights[layer] if self.output_weights else None
+            ),
         )
 
     def votes(

@@ -15,7 +15,7 @@ A request's life::
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +112,7 @@ class PolicyRuntime:
         surprisal: SurprisalModel | None = None,
         rules: Sequence[LogitRules] = (),
         draft_heap: Heap | None = None,
+        output_weights: Sequence[Callable[[], torch.Tensor]] = (),
     ) -> None:
         """Use this KV cache from now on.
 
@@ -123,8 +124,11 @@ class PolicyRuntime:
             rules: what a layer does to logits besides scaling, per layer; empty:
                 nothing.
             draft_heap: the cache of the drafter's layers, if it has any.
+            output_weights: reads the output projection, per layer; only policies with
+                ``needs_output_weights`` need them.
         """
-        policy, views = self.policy, Views(heap, list(scales), rotary, list(rules))
+        policy = self.policy
+        views = Views(heap, list(scales), rotary, list(rules), list(output_weights))
         self.heap = heap
         if policy.probing is not None:
             assert model is not None, f"{policy.name} needs a model to probe"

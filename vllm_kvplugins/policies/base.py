@@ -76,6 +76,8 @@ class LayerView:
             ``observe``.
         load_values: reads the values; use ``values``.
         probe: the probe in ``Probing.observe``, else None.
+        load_output_weights: reads the layer's output projection; use
+            ``output_weights``. None unless the policy needs it.
         page_votes: reads attention from the pages without a copy of the keys; use
             ``policies.votes``. Takes whether to return the largest weight instead of
             the sum, returns float32 [num_kv_heads, group, num_slots]. None if the
@@ -96,6 +98,9 @@ class LayerView:
     probe: Probe | None = None
     page_votes: Callable[[bool], torch.Tensor] | None = field(default=None, repr=False)
     rules: LogitRules = PLAIN
+    load_output_weights: Callable[[], torch.Tensor] | None = field(
+        default=None, repr=False
+    )
 
     @property
     def values(self) -> torch.Tensor:
@@ -105,6 +110,17 @@ class LayerView:
         do not pay for them.
         """
         return self.load_values()
+
+    @property
+    def output_weights(self) -> torch.Tensor:
+        """[num_q_heads, head_dim, hidden size], the layer's output projection.
+
+        Only for policies with ``needs_output_weights``. A value of a query head's KV
+        head adds ``value @ output_weights[head]``, times its attention, to the output
+        of the layer. Each access projects as many tokens as all heads have elements.
+        """
+        assert self.load_output_weights is not None, "the policy did not ask for it"
+        return self.load_output_weights()
 
 
 class KVCachePolicy(BaseModel, ABC):
@@ -182,6 +198,14 @@ class KVCachePolicy(BaseModel, ABC):
     @property
     def needs_rotary(self) -> bool:
         """Whether ``score`` needs ``view.rotary``; other models are refused then."""
+        return False
+
+    @property
+    def needs_output_weights(self) -> bool:
+        """Whether ``score`` needs ``view.output_weights``.
+
+        Models that do not show their output projections are refused then.
+        """
         return False
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,10 +49,54 @@ class Rotary:
         """
         last = self.cos.shape[0]
         first = min(first, last - 1)
-        positions = slice(first, min(first + count, last))
-        cos, sin = self.cos[positions].mean(0), self.sin[positions].mean(0)
+        return self._mean_rotation(slice(first, min(first + count, last)), head_dim)
+
+    def mean_rotation_at(self, positions: Sequence[int], head_dim: int) -> torch.Tensor:
+        """Mean rotation matrix over some positions.
+
+        Uses only positions in the model's table; the last one if none is in it.
+
+        Returns:
+            float32 [head_dim, head_dim]; ``states @ matrix.T`` rotates states.
+        """
+        last = self.cos.shape[0] - 1
+        rows = [position for position in positions if position <= last] or [last]
+        return self._mean_rotation(torch.tensor(rows).to(self.cos.device), head_dim)
+
+    def _mean_rotation(self, rows: slice | torch.Tensor, head_dim: int) -> torch.Tensor:
+        cos, sin = self.cos[rows].mean(0), self.sin[rows].mean(0)
         identity = torch.eye(head_dim, device=cos.device)
         return self._rotate(identity[None], cos[None], sin[None])[0].T
+
+    def pair_norms(self, states: torch.Tensor) -> torch.Tensor:
+        """Lengths of the pairs of elements that RoPE rotates together.
+
+        Rotation does not change them, except for a factor; see :meth:`pair_scales`.
+
+        Args:
+            states: float [..., head_dim].
+
+        Returns:
+            float32 [..., rotated_dim / 2 + rest]; elements that are not rotated are
+            pairs of their own.
+        """
+        half = self.cos.shape[-1]
+        states = states.to(torch.float32)
+        rotary, rest = states[..., : 2 * half], states[..., 2 * half :]
+        if self.is_neox:
+            a, b = rotary[..., :half], rotary[..., half:]
+        else:
+            a, b = rotary[..., 0::2], rotary[..., 1::2]
+        return torch.cat([torch.hypot(a, b), rest.abs()], dim=-1)
+
+    def pair_scales(self, head_dim: int) -> torch.Tensor:
+        """Factor by which RoPE multiplies each pair; 1, or the factor of YaRN.
+
+        Returns:
+            float32 [rotated_dim / 2 + rest].
+        """
+        scales = torch.hypot(self.cos[0], self.sin[0])
+        return torch.cat([scales, scales.new_ones(head_dim - 2 * scales.shape[0])])
 
     def _rotate(
         self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

@@ -20,6 +20,7 @@ from vllm_kvplugins.policies.base import KVCachePolicy, LayerView
 from vllm_kvplugins.scoring.rotary import Rotary
 
 _OBSERVED_QUERIES = 8  # queries in the step that ``observe`` sees
+_HIDDEN_SIZE = 64  # of the output projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,9 @@ def synthetic_view(
     queries = torch.randn(heads * shape.group, num_queries, dim, generator=generator)
     frequencies = 10000.0 ** -(torch.arange(dim // 2) / (dim // 2))
     angles = torch.arange(2 * tokens)[:, None] * frequencies
+    output_weights = torch.randn(
+        heads * shape.group, dim, _HIDDEN_SIZE, generator=generator
+    ).to(shape.dtype)
     return LayerView(
         layer=0,
         keys=keys,
@@ -163,6 +167,9 @@ def synthetic_view(
         observed=None,
         budget_tokens=max(policy.minimum_budget_tokens, slots // 4),
         load_values=lambda: values,
+        load_output_weights=(
+            (lambda: output_weights) if policy.needs_output_weights else None
+        ),
     )
 
 

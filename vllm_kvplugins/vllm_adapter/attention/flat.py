@@ -38,6 +38,10 @@ from vllm_kvplugins.vllm_adapter.worker.context import (
     WorkerContext,
     context_of_layers,
 )
+from vllm_kvplugins.vllm_adapter.worker.output_weights import (
+    output_weight_problems,
+    output_weights_of,
+)
 from vllm_kvplugins.vllm_adapter.worker.probing import ProbeMetadata, probe_model
 from vllm_kvplugins.vllm_adapter.worker.rotary import rotary_of
 
@@ -141,11 +145,18 @@ class PolicyBuilder(FlatBuilder):
         self.context.register_heap_binding(self._bind_heap)
 
     def _problems(self) -> list[str]:
-        self.rotary = rotary_of(self.context.runner.model, self.layers)
+        model, policy = self.context.runner.model, self.runtime.policy
+        self.rotary = rotary_of(model, self.layers)
+        self.output_weights = (
+            output_weights_of(model, self.layers)
+            if policy.needs_output_weights
+            else None
+        )
         return [
             *group_problems(self.layer_names, self.runtime),
             *self._local_problems(),
-            *rotary_problems(self.runtime.policy, self.rotary),
+            *rotary_problems(policy, self.rotary),
+            *output_weight_problems(policy, self.output_weights),
             *super()._problems(),
         ]
 
@@ -201,6 +212,7 @@ class PolicyBuilder(FlatBuilder):
             surprisal(model) if self.runtime.policy.spans else None,
             [logit_rules(layer.impl) for layer in self.layers],
             None if make_draft_heap is None else make_draft_heap(),
+            self.output_weights or (),
         )
 
 

@@ -252,6 +252,10 @@ _EVERYWHERE = {
     # The RoPE that policies undo.
     "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": "is_neox_style "
     "forward_native(positions query key)",
+    # The output projection that policies read.
+    "vllm.model_executor.layers.linear:RowParallelLinear": "input_size_per_partition "
+    "params_dtype quant_method",
+    "vllm.model_executor.layers.linear:LinearMethodBase": "apply(layer x bias)",
 }
 
 _BACKENDS = "vllm.v1.attention.backends"
