@@ -134,6 +134,7 @@ CODES: dict[str, str] = {
     "KVP513": "shared_prefix of a request is not a number of tokens, or the server "
     "shares no prefixes",
     "KVP514": "loop_ends is invalid, or comes without turn_ends",
+    "KVP515": "kv_report is not true or false",
     # 600-699: command line, models and training
     "KVP600": "a Python package that the command needs is not installed",
     "KVP601": (
