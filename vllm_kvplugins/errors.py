@@ -150,6 +150,8 @@ CODES: dict[str, str] = {
     "KVP607": "`kvplugins research plot`: the file has another format or version, or "
     "is incomplete",
     "KVP608": "`kvplugins sessions`: a file cannot be deleted",
+    "KVP609": "`kvplugins chat`: the page cannot be served at this address",
+    "KVP610": "`kvplugins chat`: the vLLM server does not respond",
     "KVP620": "the default model cannot be downloaded",
     "KVP621": "the downloaded file is not the expected default model",
     "KVP622": "the converted default model fails a check",
