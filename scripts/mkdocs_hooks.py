@@ -1,7 +1,8 @@
 """Adds pages of the repository's root to the site, so that no page exists twice.
 
 ``README.md`` is the home page. Links are rewritten relative to ``docs/``. Links to
-files that are not pages (scripts, the license) become plain text.
+files that are not pages (scripts, the license) become plain text. Also keeps names in
+inline code from being broken.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
+# Words of inline code that browsers would break at a hyphen. Longer ones may break, so
+# that they fit phones.
+CODE = re.compile(r"<pre\b.*?</pre>|<code>([^<]*)</code>", re.DOTALL)
+HYPHENATED = re.compile(r"(?<!\S)(?=\S*-)\S{2,32}(?!\S)")
+COMPARISON = re.compile(r"(&[gl]t;=?) (?=\d)")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -35,6 +41,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     for source, name in PAGES.items():
         markdown = markdown.replace(f"]({up}../{source})", f"]({up}{name})")
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep options, names and comparisons on one line."""
+
+    def code(found: re.Match[str]) -> str:
+        if found[1] is None:
+            return found[0]  # a block
+        words = HYPHENATED.sub(r'<span class="name">\g<0></span>', found[1])
+        return f"<code>{words}</code>"
+
+    return CODE.sub(code, COMPARISON.sub(r"\1&nbsp;", html))
 
 
 def turned(text: str) -> str:

@@ -134,6 +134,7 @@ CODES: dict[str, str] = {
     "KVP513": "shared_prefix of a request is not a number of tokens, or the server "
     "shares no prefixes",
     "KVP514": "loop_ends is invalid, or comes without turn_ends",
+    "KVP515": "kv_report is not true or false",
     # 600-699: command line, models and training
     "KVP600": "a Python package that the command needs is not installed",
     "KVP601": (
@@ -149,6 +150,8 @@ CODES: dict[str, str] = {
     "KVP607": "`kvplugins research plot`: the file has another format or version, or "
     "is incomplete",
     "KVP608": "`kvplugins sessions`: a file cannot be deleted",
+    "KVP609": "`kvplugins chat`: the page cannot be served at this address",
+    "KVP610": "`kvplugins chat`: the vLLM server does not respond",
     "KVP620": "the default model cannot be downloaded",
     "KVP621": "the downloaded file is not the expected default model",
     "KVP622": "the converted default model fails a check",

@@ -66,6 +66,44 @@ def observe_reclaim(model: str, policy: Policy) -> dict[str, Any]:
     }
 
 
+def reports(model: str, policy: Policy) -> list[dict[str, Any]]:
+    """Two turns that ask for a report and one that does not.
+
+    Next to each report: the blocks that the pool had handed out before the last step,
+    and the growth of the metrics.
+    """
+    from vllm import SamplingParams
+
+    driver = _driver(model, policy)
+    free, before = driver.free_blocks, _policy_metrics(driver.llm)
+    prompt = _prompt(5, 700)
+    found = []
+    for turn, asks in enumerate((True, True, False)):
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=40,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_report": asks},
+        )
+        driver.engine.add_request(str(turn), {"prompt_token_ids": prompt}, params)
+        while driver.busy:
+            held = free - driver.free_blocks
+            (last,) = driver.engine.step() or [None]
+        after = _policy_metrics(driver.llm)
+        found.append(
+            {
+                "returned": last.kv_transfer_params,
+                "prompt_tokens": len(prompt),
+                "held": held,
+                "growth": {name: after[name] - before[name] for name in after},
+            }
+        )
+        before = after
+        prompt = [*prompt, *last.outputs[0].token_ids, *_prompt(6 + turn, 50)]
+    return found
+
+
 def _policy_metrics(llm: Any) -> dict[str, float]:
     report = {}
     for metric in llm.get_metrics():

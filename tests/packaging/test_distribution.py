@@ -27,6 +27,10 @@ ROOT = Path(__file__).parents[2]
 # Git files that a source distribution does not need.
 _NOT_IN_SDIST = {".gitignore"}
 DOCKERFILE = ROOT / "docker" / "Dockerfile.cpu"
+_PACKED = (
+    *("*.py", "*.json", "*.safetensors", "*.txt", "py.typed"),
+    *("*.html", "*.css", "*.js"),
+)
 _FETCHED = "vllm:kv_policy_fetched_tokens_total"
 
 
@@ -97,7 +101,7 @@ def test_the_wheel_holds_the_extension_and_the_data_files(wheel):
     package = ROOT / "vllm_kvplugins"
     data = {
         str(path.relative_to(ROOT))
-        for pattern in ("*.py", "*.json", "*.safetensors", "*.txt", "py.typed")
+        for pattern in _PACKED
         for path in package.rglob(pattern)
     }
     assert data <= names

@@ -88,6 +88,10 @@ def test_routes_a_query_to_the_episode_of_its_topic(encoded, asynchronous, topic
     others = prompt["kv_policy_other_episodes"]
     assert len(others) == 2
     assert all(other["turn_ends"] == [end] for other in others)
+    episode, count = parameters["kv_episode"]
+    assert count == 3
+    assert 0 <= episode < count
+    assert all("kv_episode" not in other for other in others)
     texts = [each["patched_prompt"] for each in (parameters, *others)]
     assert len({tuple(text) for text in texts}) == 3, (
         "episodes have different patched prompts"

@@ -51,7 +51,9 @@ def test_help_groups_the_commands_by_purpose():
         for panel in panels.values()
     }
     assert groups == {
-        "Serving": {"list", "doctor", "size", "recommend", "model", "sessions"},
+        "Serving": {
+            *("list", "doctor", "size", "recommend", "chat", "model", "sessions"),
+        },
         "Inspect": {"explain", "check-policy"},
         "Research": {"research"},
     }

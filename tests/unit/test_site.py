@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,18 @@ def test_the_home_page_is_the_readme(site: Path):
 def test_tables_made_by_the_generator_are_tables(site: Path):
     page = (site / "policies" / "snapkv.html").read_text(encoding="utf-8")
     assert "<td><code>kernel_size</code></td>" in page
+
+
+def test_names_in_code_are_not_broken(site: Path):
+    """Browsers break at hyphens; blocks of code are left alone."""
+    page = (site / "cli.html").read_text(encoding="utf-8")
+    assert '<code><span class="name">--json</span></code>' in page
+    assert '<code>kvplugins COMMAND <span class="name">--help</span></code>' in page
+    blocks = re.findall(r"<pre\b.*?</pre>", page, re.DOTALL)
+    assert len(blocks) > 10
+    assert not any('class="name"' in block for block in blocks)
+    sessions = (site / "sessions.html").read_text(encoding="utf-8")
+    assert "<td>int | none, &gt;=&nbsp;1</td>" in sessions
 
 
 def test_pages_load_nothing_from_other_hosts(site: Path):

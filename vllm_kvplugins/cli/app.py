@@ -10,6 +10,7 @@ import typer
 from vllm_kvplugins import __version__
 from vllm_kvplugins.cli import (
     calibrate,
+    chat,
     check_policy,
     doctor,
     explain,
@@ -59,6 +60,7 @@ app.command("list", rich_help_panel=_SERVING)(listing.list_policies)
 app.command("doctor", rich_help_panel=_SERVING)(doctor.doctor)
 app.command("size", rich_help_panel=_SERVING)(size.size)
 app.command("recommend", rich_help_panel=_SERVING)(recommend.recommend)
+app.command("chat", rich_help_panel=_SERVING)(chat.chat)
 app.command("model", rich_help_panel=_SERVING)(model.model)
 app.add_typer(sessions.sessions, rich_help_panel=_SERVING)
 app.command("explain", rich_help_panel=_INSPECT)(explain.explain)

@@ -16,6 +16,10 @@ from rich.markup import escape
 from vllm_kvplugins.default_model import ModelError
 from vllm_kvplugins.errors import KVPolicyError, coded
 
+# Libraries that commands may lack.
+_INSTALLED = ("torch", "transformers", "vllm")
+_WITH_VLLM = ("httpx", "starlette", "uvicorn")
+
 
 def out() -> Console:
     """Console for results; a new one per call, because tests replace ``sys.stdout``."""
@@ -38,13 +42,13 @@ def user_errors() -> Iterator[None]:
         fail(str(error))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in ("torch", "transformers", "vllm"):
+        if missing not in (*_INSTALLED, *_WITH_VLLM):
             raise
+        what = f"vLLM, which brings {missing}," if missing in _WITH_VLLM else missing
         fail(
             coded(
                 "KVP600",
-                f"{missing} is not installed; `kvplugins doctor` shows how to install "
-                "it",
+                f"{what} is not installed; `kvplugins doctor` shows how to install it",
             )
         )
 

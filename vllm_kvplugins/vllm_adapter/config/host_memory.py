@@ -117,6 +117,10 @@ class HostReservations:
         self._reserved.pop(request.request_id, None)
         self.waiting.discard(request.request_id)
 
+    def reserved_by(self, request: Any) -> int:
+        """Bytes that a request has reserved."""
+        return self._reserved.get(request.request_id, 0)
+
     def hold_session(self, session_id: str, num_bytes: int) -> None:
         """A session keeps ``num_bytes`` of host memory."""
         self._session_bytes[session_id] = num_bytes

@@ -1,4 +1,4 @@
-"""Parameters of a request: turns, tool loops, patched prompt, sessions, shared prefix.
+"""Parameters of a request: turns, tool loops, patched prompt, sessions, report.
 
 They are in ``SamplingParams.extra_args``; over HTTP, clients send them in
 ``vllm_xargs``.
@@ -16,6 +16,9 @@ LOOP_ENDS = "loop_ends"
 PATCHED_PROMPT = "patched_prompt"
 KV_SESSION = "kv_session"
 SHARED_PREFIX = "shared_prefix"
+KV_REPORT = "kv_report"
+# Written by our front end: index of the request's episode, and number of episodes.
+KV_EPISODE = "kv_episode"
 _TRANSFER = "kv_transfer_params"  # vLLM's
 _SHOWN_CHARACTERS = 100  # of an invalid value, in the error message
 
@@ -46,6 +49,22 @@ def requested_patched_prompt(sampling_params: Any) -> list[int]:
 def uses_sessions(sampling_params: Any) -> bool:
     """Whether the request continues a session and leaves one, where sessions are on."""
     return bool(_extra_args(sampling_params).get(KV_SESSION, True))
+
+
+def wants_report(sampling_params: Any) -> bool:
+    """Whether the response is to say what the policy did to the request."""
+    return bool(_extra_args(sampling_params).get(KV_REPORT))
+
+
+def requested_episode(sampling_params: Any) -> tuple[int, int] | None:
+    """The request's episode and the number of episodes; None without episodes.
+
+    A client can write it, too. That changes nothing but its own report.
+    """
+    match _extra_args(sampling_params).get(KV_EPISODE):
+        case [int(episode), int(episodes)]:
+            return episode, episodes
+    return None
 
 
 def shared_blocks(
@@ -114,6 +133,19 @@ def kv_session_problem(sampling_params: Any, sessions_on: bool) -> str | None:
             'or start the server with "sessions": true in --kv-policy-config',
         )
     return None
+
+
+def kv_report_problem(sampling_params: Any) -> str | None:
+    """Why the request's choice of a report is invalid; None if it is valid."""
+    choice = _extra_args(sampling_params).get(KV_REPORT, False)
+    # vLLM turns false and true of vllm_xargs into 0 and 1.
+    if type(choice) in (bool, int) and choice in (0, 1):
+        return None
+    return coded(
+        "KVP515",
+        f"kv_report must be true or false, got {shown(choice)}; true: the response "
+        "says what the KV policy did to the request",
+    )
 
 
 def turn_ends_problem(sampling_params: Any, prompt_tokens: int) -> str | None:

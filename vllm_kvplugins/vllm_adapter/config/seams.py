@@ -99,6 +99,12 @@ _EVERYWHERE = {
     "vllm.renderers.params:TokenizeParams": "add_special_tokens return_token_offsets "
     "max_total_tokens max_output_tokens pad_prompt_tokens truncate_prompt_tokens",
     "vllm:SamplingParams": "extra_args",
+    # Reports of the policy in streamed chats.
+    "vllm.outputs:RequestOutput": "kv_transfer_params",
+    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat": ""
+    "chat_completion_stream_generator(request result_generator request_id model_name)",
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": ""
+    "vllm_xargs",
     "vllm.config:VllmConfig": "additional_config cache_config "
     "compilation_config kv_transfer_config lora_config model_config parallel_config "
     "scheduler_config speculative_config num_lookahead_tokens "
@@ -127,7 +133,8 @@ _EVERYWHERE = {
     # The scheduler: ends of prefill chunks, length of prefix-cache hits.
     f"{_CORE}.sched.scheduler:Scheduler": "_reserve_prefill_lookahead(request "
     "num_computed_tokens num_new_tokens) _get_local_prefix_cache_hit(request) "
-    "update_from_output(scheduler_output model_runner_output) _preempt_request("
+    "update_from_output(scheduler_output model_runner_output) "
+    "_connector_finished(request) _preempt_request("
     "request timestamp drop_stale_output) prev_step_scheduled_req_ids running "
     "connector kv_cache_manager block_size needs_kv_cache_zeroing requests "
     "recompute_kv_load_failures",

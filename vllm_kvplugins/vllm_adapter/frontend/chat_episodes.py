@@ -35,6 +35,7 @@ from vllm_kvplugins.plan.geometry import Lengths
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of
 from vllm_kvplugins.vllm_adapter.config.request_params import (
+    KV_EPISODE,
     LOOP_ENDS,
     PATCHED_PROMPT,
     TURN_ENDS,
@@ -132,7 +133,8 @@ def request_parameters(
         guide: parameters | {PATCHED_PROMPT: frontend.tokens(guide, max_tokens)}
         for guide in route.guides
     }
-    own = by_guide.pop(route.guide)
+    episode = {KV_EPISODE: [route.episode, len(route.guides)]}
+    own = by_guide.pop(route.guide) | episode
     prompt[OTHER_EPISODES] = list(by_guide.values())
     if route.unknown_segments:
         prompt[EMBEDDING_JOB] = functools.partial(

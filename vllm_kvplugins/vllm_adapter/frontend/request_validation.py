@@ -29,9 +29,11 @@ from vllm_kvplugins.vllm_adapter.config.host_memory import host_limit_problem
 from vllm_kvplugins.vllm_adapter.config.layer_groups import other_blocks
 from vllm_kvplugins.vllm_adapter.config.pool import blocks_per_engine, pool_problem
 from vllm_kvplugins.vllm_adapter.config.request_params import (
+    KV_REPORT,
     KV_SESSION,
     LOOP_ENDS,
     SHARED_PREFIX,
+    kv_report_problem,
     kv_session_problem,
     loop_ends_problem,
     patched_prompt_problem,
@@ -103,6 +105,9 @@ def _validate(vllm_config: VllmConfig, policy: KVCachePolicy, request: Any) -> N
     problem = transfer_problem(request.sampling_params)
     if problem is not None:
         raise VLLMValidationError(problem, parameter="kv_transfer_params")
+    problem = kv_report_problem(request.sampling_params)
+    if problem is not None:
+        raise VLLMValidationError(problem, parameter=KV_REPORT)
     _check_kv_session(vllm_config, request)
     if policy.host_storage is not None:
         _check_host_memory(vllm_config, policy, request)

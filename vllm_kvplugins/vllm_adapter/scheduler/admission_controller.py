@@ -6,8 +6,10 @@ from typing import Any
 
 from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
 from vllm_kvplugins.vllm_adapter.config.kv_connectors import observes_prompt
+from vllm_kvplugins.vllm_adapter.config.request_params import wants_report
 from vllm_kvplugins.vllm_adapter.scheduler.admission import Admission
 from vllm_kvplugins.vllm_adapter.scheduler.block_manager import ResidencyBlockManager
+from vllm_kvplugins.vllm_adapter.scheduler.request_report import report_of
 from vllm_kvplugins.vllm_adapter.scheduler.sessions import SchedulerSessions
 
 
@@ -30,6 +32,7 @@ class AdmissionController:
         self._manager = manager
         self._host = host
         self._sessions = sessions
+        self._reports: dict[str, dict[str, Any]] = {}
         # Cached tokens have no queries. A policy that observes every query of the
         # prompt must compute the whole prompt, even if only a request that continues
         # the session is compacted.
@@ -139,6 +142,16 @@ class AdmissionController:
 
     def finish(self, request: Any) -> None:
         """Release the host memory of a request, and keep its cache as a session."""
+        host_bytes, session_bytes = self._host.reserved_by(request), 0
         self._host.release(request)
         if self._sessions is not None:
-            self._sessions.finish(request, self._manager.starts.of(request))
+            admission = self._manager.starts.of(request)
+            session_bytes = self._sessions.finish(request, admission)
+        if wants_report(request.sampling_params):
+            self._reports[request.request_id] = report_of(
+                request, self._manager, host_bytes, session_bytes
+            )
+
+    def take_report(self, request_id: str) -> dict[str, Any] | None:
+        """What the policy did to a request that just ended, if it asked for that."""
+        return self._reports.pop(request_id, None)

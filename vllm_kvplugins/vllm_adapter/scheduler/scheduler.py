@@ -16,6 +16,7 @@ from vllm_kvplugins.errors import coded, refuse
 from vllm_kvplugins.sessions.commands import Load
 from vllm_kvplugins.vllm_adapter.config import compat, validation
 from vllm_kvplugins.vllm_adapter.scheduler.block_manager import ResidencyBlockManager
+from vllm_kvplugins.vllm_adapter.scheduler.request_report import REPORT_KEY
 from vllm_kvplugins.vllm_adapter.scheduler.spec import ResidencySpec
 
 # vLLM configures only the loggers below its own name.
@@ -31,7 +32,8 @@ class ResidencyScheduling:
     - which requests are preempted because their session, or the load of another KV
       connector, failed (``update_from_output``).
 
-    On CPUs, it also makes workers zero new blocks.
+    On CPUs, it also makes workers zero new blocks. Requests that ask for a report get
+    one with their last output (``_connector_finished``).
     """
 
     kv_cache_manager: Any
@@ -132,6 +134,14 @@ class ResidencyScheduling:
         tokens = request.num_prompt_tokens
         usable: int = self.connector.admission.usable_hit(request, tokens)
         return usable if usable < tokens else 0
+
+    def _connector_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Finish a request; add its report to what the connector returns for it."""
+        delays, params = super()._connector_finished(request)  # type: ignore[misc]
+        report = self.connector.admission.take_report(request.request_id)
+        if report is not None:
+            params = (params or {}) | {REPORT_KEY: report}
+        return delays, params
 
     def update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
         """Preempt requests whose KV failed to load before processing their output."""

@@ -231,10 +231,13 @@ class SchedulerSessions:
 
     # -- a request ends ---------------------------------------------------------
 
-    def finish(self, request: Any, admission: Admission) -> None:
+    def finish(self, request: Any, admission: Admission) -> int:
         """Save the cache of an ended request, if another request can continue it.
 
         Aborted requests are saved too, because the client may continue.
+
+        Returns:
+            Bytes of the session; 0: none is saved.
         """
         self.directory.stop_waiting(request.request_id)
         tokens = min(request.num_computed_tokens, request.num_tokens)
@@ -244,17 +247,17 @@ class SchedulerSessions:
             or request.status not in _STATUSES_TO_SAVE
             or not _can_use_sessions(request)
         ):
-            return
+            return 0
         plan = self._manager.plans.of(request)
         done = plan.num_done(tokens)
         if plan.num_done(request.num_computed_tokens) != done:
-            return  # a compaction included tokens whose IDs are not known yet
+            return 0  # a compaction included tokens whose IDs are not known yet
         compaction = _merged(plan.compaction(done - 1)) if done else None
         first = compaction.retained.start if compaction else 0
         table = self._manager.req_to_blocks.get(request.request_id, ())
         blocks = table[first : self._num_blocks(tokens)]
         assert not any(block.is_null for block in blocks), "a resident block is free"
-        self._save(request, tokens, compaction, blocks, admission.first_query)
+        return self._save(request, tokens, compaction, blocks, admission.first_query)
 
     def _save(
         self,
@@ -263,8 +266,12 @@ class SchedulerSessions:
         compaction: Compaction | None,
         blocks: Sequence[Any],
         first_computed_query: int,
-    ) -> None:
-        """Save the first ``tokens`` tokens of a request, which are in ``blocks``."""
+    ) -> int:
+        """Save the first ``tokens`` tokens of a request, which are in ``blocks``.
+
+        Returns:
+            Bytes of the session; 0: there is no room for it.
+        """
         first_query = first_saved(
             tokens,
             request.num_computed_tokens,
@@ -289,11 +296,12 @@ class SchedulerSessions:
             first_query=first_query,
         )
         if not self.directory.save(session, request.request_id, _block_ids(blocks)):
-            return
+            return 0
         if host_bytes:
             self._host.hold_session(session.session_id, host_bytes)
         if self._keeps_on_device:
             self._manager.device_sessions.add(session.session_id, blocks)
+        return session.num_bytes
 
     # -- metrics ----------------------------------------------------------------
 

@@ -167,9 +167,14 @@ def _install_front_end(vllm_config: VllmConfig, policy: KVCachePolicy) -> None:
     with ``--api-server-count`` (vLLM's ``build_async_engine_client_from_engine_args``).
     Never runs in a process of a stock server.
     """
-    from vllm_kvplugins.vllm_adapter.frontend import request_validation, shared_prefix
+    from vllm_kvplugins.vllm_adapter.frontend import (
+        request_validation,
+        shared_prefix,
+        stream_reports,
+    )
 
     request_validation.install()
+    stream_reports.install()
     finds_prefix = shared_prefix.are_found_in_chats(vllm_config, policy)
     if policy.turns is not None or finds_prefix:
         from vllm_kvplugins.vllm_adapter.frontend import chat_turns
