@@ -8,6 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from vllm_kvplugins.errors import coded
+from vllm_kvplugins.log_throttle import LogThrottle
 from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.sessions.commands import (
     Event,
@@ -17,7 +18,7 @@ from vllm_kvplugins.sessions.commands import (
     SessionCommands,
 )
 from vllm_kvplugins.sessions.file_thread import FileThread
-from vllm_kvplugins.sessions.files import SessionFolder
+from vllm_kvplugins.sessions.files import SessionFiles
 from vllm_kvplugins.sessions.snapshot import COPY_ERRORS, CacheSnapshot
 from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
@@ -66,16 +67,18 @@ class SessionStore:
     """The sessions of one worker.
 
     Args:
-        files: folder for session files; None: memory only.
+        files: session files; None: memory only.
         moves: whether a session moves into the request that continues it.
+        num_readers: how many files are read at once.
     """
 
     def __init__(
         self,
         transfer: CacheTransfer,
-        files: SessionFolder | None = None,
+        files: SessionFiles | None = None,
         rank: int = 0,
         moves: bool = False,
+        num_readers: int = 1,
     ) -> None:
         self._transfer = transfer
         self._files = files
@@ -85,9 +88,10 @@ class SessionStore:
         self._acks: list[SessionAck] = []
         # Separate threads, so that reads do not wait for writes.
         self._writer = FileThread("kvp-session-write")
-        self._reader = FileThread("kvp-session-read")
+        self._reader = FileThread("kvp-session-read", num_readers)
         self._writes: dict[str, Future[int]] = {}
         self._reads: dict[str, Future[CacheSnapshot]] = {}
+        self._throttle = LogThrottle()
 
     def save(self, commands: SessionCommands) -> None:
         """Execute the saves, after making room for them in memory and on disk.
@@ -264,5 +268,7 @@ class SessionStore:
         load: Load | None = None,
     ) -> None:
         if problem is not None:
-            logger.warning("session %s: %s", session_id, problem)
+            text = self._throttle.format(problem.replace(session_id, "its file"))
+            if text is not None:
+                logger.warning("session %s: %s", session_id, text)
         self._acks.append(SessionAck(event, session_id, problem, load))
