@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import cycle
+from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
-from harness import engine_environment
+from harness import engine_environment, run_scenario
 from live_server import metric, post, serving
 from s3_server import BUCKET, s3_server
 from test_sessions import FLOW, QUESTIONS, computed, talks
@@ -29,12 +32,22 @@ def recomputed(tiny_model):
     return talks(tiny_model, FLOW | {"sessions": False}, settings=settings)
 
 
+def store_at(folder: Path, **settings: object) -> dict[str, Any]:
+    """FlowKV with a store, on a machine that may be busy."""
+    patience = {"session_lookup_s": 30, "session_load_s": 60}
+    return FLOW | patience | {"session_url": f"file://{folder}"} | settings
+
+
 def test_an_engine_continues_what_another_one_saved(tiny_model, recomputed, tmp_path):
-    """In another process, which finds the sessions in the store."""
-    policy = FLOW | {"session_url": f"file://{tmp_path}", "session_refresh_s": 3600}
+    """In another process, by look-ups alone. Its weights are a copy: other paths and
+    times of files.
+    """
+    model = tmp_path / "elsewhere" / Path(tiny_model).name
+    shutil.copytree(tiny_model, model, copy_function=shutil.copyfile)
+    policy = store_at(tmp_path / "store", session_refresh_s=None)
     first = talks(tiny_model, policy, questions=QUESTIONS[:3])
     second = talks(
-        tiny_model, policy, questions=QUESTIONS[3:], histories=first["histories"]
+        str(model), policy, questions=QUESTIONS[3:], histories=first["histories"]
     )
     joined = [a + b for a, b in zip(first["answers"], second["answers"], strict=True)]
     assert joined == recomputed["answers"]
@@ -46,6 +59,41 @@ def test_an_engine_continues_what_another_one_saved(tiny_model, recomputed, tmp_
     assert second["counts"]["failures"] == 0
     assert first["counts"]["store_hits"] == 0
     assert second["tracked"] == 0
+
+
+def test_conversations_in_an_unreliable_store_give_the_same_tokens(
+    tiny_model, recomputed, tmp_path
+):
+    """Sessions of the first engine are found or not, and written or not."""
+    policy = store_at(tmp_path, session_refresh_s=0.05)
+    first = talks(tiny_model, policy, questions=QUESTIONS[:2])
+    arguments = {
+        "model": tiny_model,
+        "policy": policy | {"session_memory": "2MiB"},
+        "fails_every": 3,
+        "questions": QUESTIONS[2:],
+        "number": 6,
+        "histories": first["histories"],
+    }
+    second = run_scenario("scenarios_fleet:unreliable", arguments)
+    joined = [a + b for a, b in zip(first["answers"], second["answers"], strict=True)]
+    assert joined == recomputed["answers"]
+    assert second["counts"]["hits"] > 0
+    assert second["counts"]["failures"] > 0
+    assert second["tracked"] == 0
+
+
+def test_a_reset_engine_does_not_use_the_store_any_more(tiny_model, tmp_path):
+    """Its weights may have changed."""
+    report = run_scenario(
+        "scenarios_fleet:reset",
+        {"model": tiny_model, "policy": store_at(tmp_path), "folder": str(tmp_path)},
+    )
+    assert report["files"] == [1, 1], "written or deleted after the reset"
+    assert report["known"] == 0
+    assert report["restored"] == 0
+    assert report["in_memory"] > 450, "sessions in memory go on"
+    assert report["tracked"] == 0
 
 
 # -- live servers ----------------------------------------------------------------------
@@ -127,7 +175,7 @@ def test_two_live_servers_continue_each_others_conversations(
         settings = {
             "ratio": 0.3,
             "session_url": url,
-            "session_refresh_s": 3600,
+            "session_refresh_s": None,
             # The test's machine may be busy.
             "session_lookup_s": 30,
             "session_load_s": 60,
@@ -137,7 +185,8 @@ def test_two_live_servers_continue_each_others_conversations(
 
         def count_files() -> int:
             fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
-            return len(fs.find(path)) if fs.exists(path) else 0
+            names = fs.find(path) if fs.exists(path) else ()
+            return sum(name.endswith(".safetensors") for name in names)
 
         with (
             serving(*start, **environment) as first,

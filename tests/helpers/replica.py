@@ -37,11 +37,19 @@ def talk(seed: int, n: int) -> Tokens:
 
 
 class FaultyStorage:
-    """A storage that fails, or does not respond, when a test says so."""
+    """A storage that fails, or does not respond, when a test says so.
+
+    Attributes:
+        fails: every operation raises an error.
+        fails_every: each n-th operation does; 0: none.
+        calls: number of operations.
+        before_read: called with the name of each file that is read as a whole.
+    """
 
     def __init__(self, storage: SessionStorage) -> None:
         self.storage = storage
         self.fails = False
+        self.fails_every = 0
         self.responds = threading.Event()
         self.responds.set()
         self.calls = 0
@@ -54,7 +62,8 @@ class FaultyStorage:
     def _pass(self) -> SessionStorage:
         self.calls += 1
         assert self.responds.wait(60)
-        if self.fails:
+        is_nth = bool(self.fails_every) and self.calls % self.fails_every == 0
+        if self.fails or is_nth:
             raise OSError("the store fails")
         return self.storage
 
@@ -93,14 +102,15 @@ class Replica:
         memory_bytes: int = 1 << 20,
         lookup_s: float = 10.0,
         load_s: float = 10.0,
-        refresh_s: float = 3600.0,
+        refresh_s: float | None = None,
         max_age_s: float | None = None,
         index_bytes: int = 1 << 20,
+        ranks: int = 1,
     ) -> None:
         self.now = 0.0
-        self.files = SessionFiles(storage, IDENTITY)
+        self.files = SessionFiles(storage, IDENTITY, ranks)
         self.pool = Pool()
-        self.store = SessionStore(self.pool, self.files, num_readers=2)
+        self.store = SessionStore(self.pool, self.files, num_readers=2, num_writers=2)
         self.replicas = ReplicaSessions(
             self.files,
             BLOCK,

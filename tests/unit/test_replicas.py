@@ -19,11 +19,13 @@ import fsspec
 import numpy as np
 import pytest
 from replica import IDENTITY, FaultyStorage, Replica, ids, talk
+from token_pool import snapshot
 from waiting import wait_for
 
 from vllm_kvplugins.errors import codes_in
 from vllm_kvplugins.sessions import replicas as replicas_module
 from vllm_kvplugins.sessions import store as session_store
+from vllm_kvplugins.sessions.commands import Session
 from vllm_kvplugins.sessions.files import SessionFolder
 from vllm_kvplugins.sessions.object_store import open_storage
 from vllm_kvplugins.sessions.replicas import Query
@@ -218,6 +220,39 @@ def test_a_session_that_is_saved_again_replaces_its_file(replica, storage):
     assert len(third.ask("o", np.append(talk(1, 100), ids(7)))) == 100
 
 
+def test_a_session_of_which_a_rank_s_part_is_missing_is_not_found(replica, storage):
+    first, second = replica(ranks=2), replica(ranks=2)
+    first.save("o", talk(1, 100))
+    first.store.wait_for_writes()
+    assert len(second.ask("o", np.append(talk(1, 100), ids(7)))) == 0
+    (name,) = names(storage)
+    assert name.endswith(".r0of2.safetensors")
+    session_id = name.split(".")[0]
+    assert second.files.list_complete() == {}
+    saved = second.files.read(session_id, 0)
+    second.files.write(second.files.read_session(session_id), 1, saved)
+    assert set(second.files.list_complete()) == {session_id}
+    other = replica(ranks=1)
+    assert other.files.list_complete() == {}, "of another parallel size"
+
+
+def test_a_session_that_is_removed_while_it_is_written_is_deleted_afterwards(
+    replica, storage
+):
+    """Several threads write and delete."""
+    each = replica()
+    storage.responds.clear()
+    each.save("o", talk(1, 100))
+    wait_for(lambda: each.store._writer.num_running == 1)
+    each.directory.clear()
+    each.step()
+    time.sleep(0.05)
+    storage.responds.set()
+    each.finish_writes()
+    each.store.close()
+    assert names(storage) == set()
+
+
 # -- faults ----------------------------------------------------------------------------
 
 
@@ -288,6 +323,17 @@ def test_foreign_and_damaged_files_are_never_found(
         wait_for(lambda: "KVP309" in warnings(caplog))
 
 
+def test_a_file_that_is_larger_than_its_header_says_is_not_found(replica):
+    """There would be no memory reserved to read it."""
+    first, second = replica(), replica()
+    owner, tokens = "o", talk(1, 100)
+    session = Session(new_id(owner, tokens), owner, tokens, None, 1, len(tokens))
+    saved = snapshot(np.zeros(1 << 20, np.int32), None)
+    first.files.write(session, 0, saved)
+    assert len(second.ask("o", np.append(tokens, ids(7)))) == 0
+    assert second.directory.num_sessions == 0
+
+
 def test_a_file_that_vanishes_before_it_is_read(replica, storage):
     first, second = replica(), replica()
     first.save("o", talk(1, 100))
@@ -318,6 +364,7 @@ def test_requests_wait_for_a_slow_store_once(replica, storage, caplog):
         "it waits for a store that is known to fail"
     )
     assert second.replicas.failures == 1
+    assert len(second.replicas._threads._jobs) <= 8, "more than one look-up at a time"
     assert warnings(caplog) == ["KVP316"]
     storage.responds.set()
     # The late look-up has found the session nevertheless.
@@ -386,10 +433,10 @@ def test_memory_is_bounded_while_the_store_does_not_respond(
     saved = [each.save("o", talk(number, 50)) for number in range(40)]
     assert [s is not None for s in saved] == [True] * 10 + [False] * 30
     assert each.directory.counts.refused == 30
+    for number in range(2000):
+        each.replicas.look_up(f"r{number}", [Query("o", talk(number, 9))])
     for number in range(300):
         each.ask("o", np.append(talk(1000 + number, 50), ids(7)))
-        each.replicas.look_up(f"more{number}", [Query("o", talk(number, 9))])
-    assert each.replicas._num_running <= 64
     assert len(each.replicas._threads._jobs) <= 64 * 8
 
 
@@ -400,7 +447,7 @@ def test_the_index_is_bounded_and_files_stay(replica, storage):
         first.save("o", talk(number, 50))
         first.finish_writes()
     limit = 10 * (2048 + 8 * 50)
-    second = replica(refresh_s=0.02, index_bytes=limit)
+    second = replica(refresh_s=0.02, index_bytes=limit, memory_bytes=3 * 200)
     second.replicas.start()
 
     def known() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
@@ -102,7 +103,10 @@ def test_other_folders_and_their_files_are_not_listed(url, storage):
     other.prepare()
     other.write("x", TENSORS, ABOUT)
     storage.write("y", TENSORS, ABOUT)
-    assert [file.name for file in storage.list()] == ["y"]
+    nested = open_storage(f"{url}/folder", "nested")
+    nested.prepare()
+    nested.write("z", TENSORS, ABOUT)
+    assert {file.name for file in storage.list()} - {"nested"} == {"y"}
     assert [file.name for file in other.list()] == ["x"]
     assert list(open_storage(url, "none").list()) == []
 
@@ -163,6 +167,8 @@ def test_damaged_contents_raise_one_error():
     for n in [*range(1200), *range(1200, len(whole), 97)]:
         with pytest.raises(SessionFileError):
             tensor_file.unpacked(whole[:n])
+    with pytest.raises(SessionFileError):
+        tensor_file.unpacked(whole + b"more")
     rng = random.Random(1)
     for _ in range(2000):
         changed = whole.copy()
@@ -207,6 +213,18 @@ def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path):
     with pytest.raises(KVPolicyError) as refused:
         start_up_problem(open_storage(f"file://{tmp_path}/file", "f"))
     assert refused.value.codes == ("KVP315",)
+
+
+def test_temporary_files_of_other_machines_stay(tmp_path):
+    """Their locks may not be visible here. Old ones are leftovers."""
+    storage = open_storage(f"file://{tmp_path}", "f")
+    storage.prepare()
+    for name, age_s in (("new.part", 60), ("old.part", 7200)):
+        path = tmp_path / "f" / name
+        path.write_bytes(b"half")
+        os.utime(path, (time.time() - age_s,) * 2)
+    storage.prepare()
+    assert [path.name for path in (tmp_path / "f").iterdir()] == ["new.part"]
 
 
 def test_files_of_a_shared_directory_are_private(tmp_path):
@@ -262,6 +280,9 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path):
     for name in ("session_refresh_s", "session_lookup_s", "session_load_s"):
         assert refused_codes(**{name: 1.0}) == ("KVP302",)
     assert refused_codes(session_index_memory="1GiB") == ("KVP302",)
+    assert refused_codes(**url, session_refresh_s=None, session_lookup_s=0) == (
+        "KVP318",
+    )
     assert refused_codes(name="icecache", **url) == ("KVP035",)
     settings = {"name": "snapkv", "session_lookup_s": 0, "session_load_s": 2} | url
     assert parse_policy(settings).name == "snapkv"

@@ -350,9 +350,9 @@ class SessionDirectory:
         elif self.unwritten_bytes + session.num_bytes > self.memory_bytes:
             text = (
                 f"{self.unwritten_bytes >> 10} KiB of session_memory "
-                f"({self.memory_bytes >> 10} KiB) wait for session_dir, which is slow "
-                "or does not respond. Until it has written them, new sessions are not "
-                "kept; check the disk, or raise session_memory"
+                f"({self.memory_bytes >> 10} KiB) wait for session_dir or session_url, "
+                "which is slow or does not respond. Until it has written them, new "
+                "sessions are not kept; check it, or raise session_memory"
             )
             self._warn_once("KVP310", text)
 

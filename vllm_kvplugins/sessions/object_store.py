@@ -89,7 +89,7 @@ def open_storage(url: str, folder: str) -> SessionStorage:
     parts = urlsplit(url)
     if parts.scheme == "file":
         root = Path(unquote(parts.path))
-        return DirectoryStorage(root, root / folder)
+        return DirectoryStorage(root, root / folder, is_shared=True)
     return ObjectStorage(url, folder)
 
 
@@ -197,7 +197,8 @@ class ObjectStorage:
     ) -> int:
         """Write a file at once: others see it when it is complete.
 
-        The contents are in memory once more while they are written.
+        The contents are in memory once more while they are written, and large ones
+        twice more: drivers copy the parts that they send.
         """
         contents = tensor_file.packed(tensors, about)
         with self._store() as (fs, root):

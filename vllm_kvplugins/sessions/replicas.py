@@ -125,7 +125,7 @@ class ReplicaSessions:
     Args:
         files: of this engine, and of all replicas with the same identity.
         min_tokens: prompts do not continue sessions that are shorter.
-        refresh_s: seconds between two listings of the store.
+        refresh_s: seconds between two listings of the store; None: there are none.
         lookup_s: how long a request waits for its look-up; 0: no look-ups.
         max_age_s: sessions that were written earlier are deleted; None: none.
         index_bytes: the newest sessions of a listing that fit in it are found.
@@ -139,7 +139,7 @@ class ReplicaSessions:
         self,
         files: SessionFiles,
         min_tokens: int,
-        refresh_s: float,
+        refresh_s: float | None,
         lookup_s: float,
         max_age_s: float | None = None,
         index_bytes: int = 1 << 28,
@@ -172,7 +172,8 @@ class ReplicaSessions:
 
     def start(self) -> None:
         """Begin to list the store, now and every ``refresh_s``."""
-        self._listing.start()
+        if self._refresh_s is not None:
+            self._listing.start()
 
     def close(self) -> None:
         """Stop. Does not wait for the store, which may not respond."""
@@ -346,6 +347,7 @@ class ReplicaSessions:
     # -- listings, in a thread --------------------------------------------------------
 
     def _list_repeatedly(self) -> None:
+        assert self._refresh_s is not None, "there are no listings"
         while True:
             try:
                 self._refresh()
@@ -438,8 +440,6 @@ class ReplicaSessions:
             self._ignored.pop(session_id, None)
         try:
             session = self._files.read_session(session_id)
-            if not parsed.fits(session):
-                raise SessionFileError(f"{session_id}: not the tokens of its name")
             # A wrong size in its header would not reserve enough memory to read it.
             if file.num_bytes > 2 * session.num_bytes + self._files.ranks * (1 << 20):
                 raise SessionFileError(f"{session_id}: larger than its header says")

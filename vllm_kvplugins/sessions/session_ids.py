@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from vllm_kvplugins.sessions.commands import Session, Tokens
+from vllm_kvplugins.sessions.commands import Tokens
 
 _HEX = 24  # 96 bits
 _ID = re.compile(
@@ -55,14 +55,6 @@ class ParsedId:
         if parts is None:
             return None
         return ParsedId(session_id, parts["key"], int(parts["tokens"]), parts["digest"])
-
-    def fits(self, session: Session) -> bool:
-        """Whether a session's owner and tokens are those of its ID."""
-        n = len(session.tokens)
-        first = bucket_start(n)
-        digests = digests_at(session.owner, session.tokens, {first, n})
-        expected = (digests[first], n, digests[n])
-        return (self.key, self.num_tokens, self.digest) == expected
 
 
 def bucket_start(num_tokens: int) -> int:

@@ -112,11 +112,11 @@ class SessionSettings(BaseModel):
         "none. Who can read it can read the conversations; who can write to it can "
         "change the answers.",
     )
-    session_refresh_s: float = Field(
+    session_refresh_s: float | None = Field(
         default=15.0,
         gt=0,
         description="Seconds between two listings of session_url, which find the "
-        "sessions of other replicas.",
+        "sessions of other replicas and delete old ones; null: no listings.",
     )
     session_lookup_s: float = Field(
         default=0.2,
@@ -176,6 +176,12 @@ class SessionSettings(BaseModel):
                 "one place; remove session_dir: session_url outlives restarts too"
             )
             raise ValueError(coded("KVP313", text))
+        if self.session_refresh_s is None and not self.session_lookup_s:
+            text = (
+                "session_refresh_s is null and session_lookup_s is 0, so no session of "
+                "session_url would be found; set one of them"
+            )
+            raise ValueError(coded("KVP318", text))
         return self
 
     def on_for(self, works_by_turns: bool) -> bool:

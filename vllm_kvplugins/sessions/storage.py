@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from typing import Protocol
 import torch
 
 from vllm_kvplugins.sessions import tensor_file
+
+# A file is written in less time, so an older temporary file is a leftover.
+_SHARED_AGE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +114,12 @@ class DirectoryStorage:
     Attributes:
         root: created with ``folder``, if it does not exist.
         folder: the folder of the files, in ``root``.
+        is_shared: whether other machines use it, whose locks are not always visible.
     """
 
     root: Path
     folder: Path
+    is_shared: bool = False
 
     @property
     def location(self) -> str:
@@ -126,7 +132,7 @@ class DirectoryStorage:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.folder):
             pass
-        remove_leftovers(self.folder)
+        remove_leftovers(self.folder, _SHARED_AGE_S if self.is_shared else 0.0)
 
     def list(self, prefix: str = "") -> Iterator[StoredFile]:
         """Entries of all kinds, also links and folders. An unreadable one has none."""
@@ -160,15 +166,20 @@ def files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
                 yield path, path.lstat()
 
 
-def remove_leftovers(folder: Path) -> int:
+def remove_leftovers(folder: Path, min_age_s: float = 0.0) -> int:
     """Delete temporary files of processes that no longer run.
+
+    Args:
+        min_age_s: leave files that were changed later.
 
     Returns:
         The number of deleted files.
     """
-    removed = 0
-    for path, _ in files_in(folder):
-        if tensor_file.is_temporary(path.name) and tensor_file.is_leftover(path):
+    removed, now = 0, time.time()
+    for path, status in files_in(folder):
+        if not tensor_file.is_temporary(path.name):
+            continue
+        if now - status.st_mtime >= min_age_s and tensor_file.is_leftover(path):
             with contextlib.suppress(OSError):
                 path.unlink()
                 removed += 1

@@ -69,7 +69,7 @@ class SessionStore:
     Args:
         files: session files; None: memory only.
         moves: whether a session moves into the request that continues it.
-        num_readers: how many files are read at once.
+        num_readers, num_writers: how many files are read and written at once.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class SessionStore:
         rank: int = 0,
         moves: bool = False,
         num_readers: int = 1,
+        num_writers: int = 1,
     ) -> None:
         self._transfer = transfer
         self._files = files
@@ -87,7 +88,7 @@ class SessionStore:
         self._snapshots: dict[str, CacheSnapshot] = {}
         self._acks: list[SessionAck] = []
         # Separate threads, so that reads do not wait for writes.
-        self._writer = FileThread("kvp-session-write")
+        self._writer = FileThread("kvp-session-write", num_writers)
         self._reader = FileThread("kvp-session-read", num_readers)
         self._writes: dict[str, Future[int]] = {}
         self._reads: dict[str, Future[CacheSnapshot]] = {}
@@ -222,10 +223,16 @@ class SessionStore:
     def _unlink(self, session_id: str) -> None:
         assert self._files is not None, "there are no files"
         write = self._writes.get(session_id)
+        if write is not None and (self._writer.cancel(write) or write.cancelled()):
+            write = None  # wait() never returns for it
+        self._writer.submit(partial(self._unlink_after, write, session_id))
+
+    def _unlink_after(self, write: Future[int] | None, session_id: str) -> None:
+        """Delete a file, in a thread; if it is being written, afterwards."""
+        assert self._files is not None, "there are no files"
         if write is not None:
-            self._writer.cancel(write)
-        # If the file is being written, it is deleted afterwards.
-        self._writer.submit(partial(self._files.unlink, session_id, self._rank))
+            wait([write])
+        self._files.unlink(session_id, self._rank)
 
     # -- acknowledgements -------------------------------------------------------
 

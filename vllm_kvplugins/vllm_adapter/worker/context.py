@@ -97,6 +97,7 @@ class WorkerContext:
             policy.retrieval is not None,
             # One connection to an object store is slower than a disk.
             num_readers=1 if settings.session_url is None else 4,
+            num_writers=1 if settings.session_url is None else 2,
         )
         return cls(runtime, store)
 
