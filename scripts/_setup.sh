@@ -206,7 +206,7 @@ with open(sys.argv[1], "rb") as file:
     extras = tomllib.load(file)["project"]["optional-dependencies"]
 for requirement in extras[sys.argv[2]]:
     try:
-        version(requirement.partition("==")[0])
+        version(requirement.partition("==")[0].partition("[")[0])
     except PackageNotFoundError:
         print(requirement)
 PYTHON

@@ -137,13 +137,14 @@ def _session_problems(
                 f"{policy.name} does not support sessions; remove {', '.join(given)}",
             )
         )
-    has_files = settings is not None and settings.session_dir is not None
+    has_files = settings is not None and (settings.session_dir or settings.session_url)
     if has_files and policy.retrieval is not None:
         problems.append(
             coded(
                 "KVP035",
-                f"{policy.name} does not support session_dir, because its indices are "
-                "not written to files; remove it to keep sessions in memory",
+                f"{policy.name} does not support session_dir and session_url, because "
+                "its indices are not written to files; remove them to keep sessions in "
+                "memory",
             )
         )
     return problems

@@ -101,17 +101,25 @@ CODES: dict[str, str] = {
     "KVP204": "vLLM changed the block size of full attention",
     # 300-399: sessions
     "KVP301": "sessions is false, but a setting that needs sessions is set",
-    "KVP302": "session_disk is set without session_dir",
+    "KVP302": "session_disk is set without session_dir, or a setting of session_url "
+    "without it",
     "KVP303": "a session setting is given under its old and its new name",
     "KVP304": "session_dir cannot be created or written to",
     "KVP305": "a session could not be saved and is not kept; logged",
     "KVP306": "a session file could not be written; it stays in memory; logged",
     "KVP307": "a session could not be loaded; its request recomputes; logged",
     "KVP308": "a session is larger than session_memory and is not kept; logged",
-    "KVP309": "a session file was skipped at start-up; logged",
-    "KVP310": "session_dir is too slow, so sessions are not kept; logged once",
+    "KVP309": "a session file was skipped; logged",
+    "KVP310": "session files are written too slowly, so sessions are not kept; logged "
+    "once",
     "KVP311": "session_disk is too small for a session file; logged once",
     "KVP312": "session_dtype 'int8' or 'int4' with an fp8 KV cache",
+    "KVP313": "session_dir and session_url are both set",
+    "KVP314": "session_url is not a valid URL, or needs packages that are missing",
+    "KVP315": "session_url cannot be written to at start-up",
+    "KVP316": "session_url failed or was late; logged",
+    "KVP317": "the caches were reset, so the engine no longer uses session_url; logged",
+    "KVP318": "session_url with neither listings nor look-ups",
     # 400-499: native operations and indices
     "KVP400": "the environment variable KVP_OPS has an unknown value",
     "KVP401": "KVP_OPS=compiled, but the compiled operations cannot run",

@@ -126,7 +126,7 @@ def test_sessions_removed_from_the_queue_free_their_memory(tmp_path):
     for number in range(10):
         engine.save(number)
     engine.step()
-    wait_for(lambda: engine.store._writer._running is not None)
+    wait_for(lambda: engine.store._writer.num_running)
     engine.directory.clear()
     engine.step()
     engine.step()
@@ -321,7 +321,7 @@ def test_a_cancelled_job_is_freed_at_once():
     alive = weakref.ref(kept.tail)
     queued = thread.submit(lambda kept=kept: kept)
     del kept
-    wait_for(lambda: thread._running is running)
+    wait_for(lambda: running.running())
     assert not thread.cancel(running)
     assert thread.cancel(queued)
     assert queued.cancelled()

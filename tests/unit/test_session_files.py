@@ -36,9 +36,9 @@ from vllm_kvplugins.sessions.files import (
     Scan,
     SessionFolder,
     list_files,
-    remove_leftovers,
 )
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot
+from vllm_kvplugins.sessions.storage import remove_leftovers
 from vllm_kvplugins.sessions.store import SessionStore
 from vllm_kvplugins.sessions.tensor_file import SessionFileError
 

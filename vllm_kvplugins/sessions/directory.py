@@ -17,14 +17,14 @@ from vllm_kvplugins.sessions.commands import (
     SessionCommands,
     Tokens,
 )
-from vllm_kvplugins.sessions.index import SessionIndex
+from vllm_kvplugins.sessions.index import SessionIndex, index_bytes
 
 logger = logging.getLogger("vllm.kv_policy")
 
 Presence = Literal["absent", "pending", "present"]
 
-# A request waits for a file for this long. Then it computes its whole prompt, because
-# the disk may not respond.
+# A request waits for a file for this long by default. Then it computes its whole
+# prompt, because the disk may not respond.
 MAX_WAIT_S = 10.0
 
 # Estimate of what a file has besides pages, queries and tokens. Its size is known when
@@ -41,6 +41,7 @@ class _Entry:
         file_bytes: disk space of its files, with those that are being written.
         last_used: seconds, on the directory's clock.
         acks_due: number of missing acknowledgements, per event.
+        is_found: whether it was found in a shared store.
     """
 
     session: Session
@@ -49,6 +50,7 @@ class _Entry:
     last_used: float
     file_bytes: int
     acks_due: dict[str, int] = field(default_factory=dict)
+    is_found: bool = False
 
 
 @dataclass(slots=True)
@@ -109,6 +111,8 @@ class Counts:
         refused: sessions that were not saved because memory was full, also with
             sessions whose files are not written yet.
         failures: sessions lost to an error.
+        store_hits: hits of sessions that were found in a shared store, where another
+            replica has usually saved them.
     """
 
     hits: int = 0
@@ -119,6 +123,28 @@ class Counts:
     evictions: int = 0
     refused: int = 0
     failures: int = 0
+    store_hits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStore:
+    """How a directory treats files that other replicas write and read, too.
+
+    Such a file is deleted only when its session is replaced, or expires. A session that
+    cannot be loaded is forgotten: the file may be of use to others.
+
+    Attributes:
+        index_bytes: memory for sessions that are only in the store. The least recently
+            used ones are forgotten; their files stay.
+        max_wait_s: how long a request waits for a file.
+        on_unloadable: called with the ID of each session that could not be loaded.
+        on_late: called when a request has waited for too long.
+    """
+
+    index_bytes: int
+    max_wait_s: float
+    on_unloadable: Callable[[str], None] = lambda session_id: None
+    on_late: Callable[[], None] = lambda: None
 
 
 class SessionDirectory:
@@ -137,6 +163,7 @@ class SessionDirectory:
         on_forgotten: called with the ID of each session that leaves the directory.
         on_memory_freed: called with the ID of each session that leaves memory, even if
             its file stays.
+        shared: None: nobody else uses the files.
         clock: seconds, monotonic: changes of the system's date have no effect.
 
     Attributes:
@@ -144,6 +171,7 @@ class SessionDirectory:
             ones whose files are being written.
         unwritten_bytes: of these, bytes of sessions whose files are not written yet.
         written_bytes: size of the files of sessions, with those being written.
+        index_bytes: memory for sessions that are only in files.
     """
 
     def __init__(
@@ -158,6 +186,7 @@ class SessionDirectory:
         moves: bool = False,
         on_forgotten: Callable[[str], None] = lambda session_id: None,
         on_memory_freed: Callable[[str], None] = lambda session_id: None,
+        shared: SharedStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.memory_bytes = memory_bytes
@@ -165,6 +194,7 @@ class SessionDirectory:
         self.held_bytes = 0
         self.unwritten_bytes = 0
         self.written_bytes = 0
+        self.index_bytes = 0
         self._ranks = ranks
         self._writes = writes
         self._disk_bytes = disk_bytes
@@ -173,6 +203,7 @@ class SessionDirectory:
         self._moves = moves
         self._on_forgotten = on_forgotten
         self._on_memory_freed = on_memory_freed
+        self._shared = shared
         self._clock = clock
         self._index = SessionIndex(min_tokens)
         self._entries: dict[str, _Entry] = {}  # least recently used first
@@ -208,12 +239,15 @@ class SessionDirectory:
         requests could evict each other's session again and again.
 
         Returns:
-            False if the request has waited for ``MAX_WAIT_S`` and should start without
-            a session.
+            False if the request has waited for ``MAX_WAIT_S``, or that of the shared
+            store, and should start without a session.
         """
         session_id, now = match.session.session_id, self._clock()
         waiting = self._waiting.setdefault(request_id, _Wait(session_id, now))
-        if waiting.session_id is None or now - waiting.since > MAX_WAIT_S:
+        max_wait_s = self._shared.max_wait_s if self._shared else MAX_WAIT_S
+        if waiting.session_id is None or now - waiting.since > max_wait_s:
+            if self._shared is not None and waiting.session_id is not None:
+                self._shared.on_late()
             waiting.session_id = None
             return False
         waiting.session_id = session_id
@@ -248,6 +282,7 @@ class SessionDirectory:
         self._commands.loads.append(Load(*args, in_place, tuple(prefix)))
         self.counts.hits += 1
         self.counts.device_hits += in_place
+        self.counts.store_hits += self._entries[session_id].is_found
         self.counts.restored_tokens += match.tokens
         self.counts.recomputed_tokens += match.shared - match.tokens
         if self._moves:
@@ -315,9 +350,9 @@ class SessionDirectory:
         elif self.unwritten_bytes + session.num_bytes > self.memory_bytes:
             text = (
                 f"{self.unwritten_bytes >> 10} KiB of session_memory "
-                f"({self.memory_bytes >> 10} KiB) wait for session_dir, which is slow "
-                "or does not respond. Until it has written them, new sessions are not "
-                "kept; check the disk, or raise session_memory"
+                f"({self.memory_bytes >> 10} KiB) wait for session_dir or session_url, "
+                "which is slow or does not respond. Until it has written them, new "
+                "sessions are not kept; check it, or raise session_memory"
             )
             self._warn_once("KVP310", text)
 
@@ -343,6 +378,63 @@ class SessionDirectory:
         self._entries[session.session_id] = entry
         self._set_presence(session.session_id, disk="present")
         self._make_disk_room()
+
+    # -- a store that other replicas use ----------------------------------------
+
+    def add_stored(self, session: Session, file_bytes: int) -> None:
+        """Add a session that was found in the shared store.
+
+        Its age is not known, so it counts as used just now; old files are deleted by
+        their time in the store.
+        """
+        if session.session_id in self or session.num_bytes > self.memory_bytes:
+            return
+        self._index.add(session)
+        entry = _Entry(
+            session, "absent", "absent", self._clock(), file_bytes, is_found=True
+        )
+        self._entries[session.session_id] = entry
+        self._set_presence(session.session_id, disk="present")
+        self._make_index_room()
+
+    def remove_stored(self, session_id: str) -> None:
+        """Note that a session is not in the shared store any more."""
+        entry = self._entries.get(session_id)
+        if entry is None or entry.disk != "present" or entry.memory == "pending":
+            return
+        if entry.memory == "absent":
+            self._forget(session_id)
+        else:
+            self._set_presence(session_id, disk="absent")
+
+    def detach(self) -> None:
+        """Forget all sessions, and neither write nor delete files from now on."""
+        self._writes = False
+        for session_id in list(self._entries):
+            if not self._cancel_save(session_id):
+                self._commands.drop.append(session_id)
+            self._commands.stage = [i for i in self._commands.stage if i != session_id]
+            self._forget(session_id)
+
+    def _make_index_room(self) -> None:
+        """Forget least recently used sessions that are only in the shared store."""
+        if self._shared is None or self.index_bytes <= self._shared.index_bytes:
+            return
+        awaited = {wait.session_id for wait in self._waiting.values()}
+        for session_id in list(self._with_file):
+            entry = self._entries[session_id]
+            is_only_there = entry.memory == "absent" and entry.disk == "present"
+            if is_only_there and session_id not in awaited:
+                self._forget(session_id)
+                if self.index_bytes <= self._shared.index_bytes:
+                    return
+
+    def _lose(self, session_id: str) -> None:
+        """Forget a session that could not be loaded; its file stays."""
+        assert self._shared is not None, "files of our own are removed"
+        self._commands.drop.append(session_id)  # of ranks that have loaded it
+        self._forget(session_id)
+        self._shared.on_unloadable(session_id)
 
     # -- commands and acknowledgements ------------------------------------------
 
@@ -371,7 +463,10 @@ class SessionDirectory:
                 continue  # removed in the meantime
             if ack.problem is not None:
                 self.counts.failures += 1
-                self._remove(ack.session_id)
+                if self._shared is not None and ack.event != "saved":
+                    self._lose(ack.session_id)
+                else:
+                    self._remove(ack.session_id)
                 continue
             entry.acks_due[ack.event] -= 1
             if not entry.acks_due[ack.event]:
@@ -485,6 +580,7 @@ class SessionDirectory:
             else:
                 self._set_presence(session_id, memory="absent")
                 self._commands.drop.append(session_id)
+        self._make_index_room()
         return True
 
     def _make_disk_room(self, num_bytes: int = 0) -> bool:
@@ -531,6 +627,7 @@ class SessionDirectory:
     ) -> None:
         """Set where a session is, and update the byte counts."""
         entry = self._entries[session_id]
+        self.index_bytes -= _index_bytes(entry)
         if memory is not None:
             was, now = entry.memory != "absent", memory != "absent"
             if now or session_id not in self._writes_due:
@@ -544,6 +641,7 @@ class SessionDirectory:
             self.written_bytes += entry.file_bytes * (now - was)
             entry.disk = disk
             _keep(self._with_file, session_id, now)
+        self.index_bytes += _index_bytes(entry)
 
     def _forget(self, session_id: str) -> None:
         self._set_presence(session_id, memory="absent", disk="absent")
@@ -573,6 +671,9 @@ class SessionDirectory:
         return False
 
     # -- queries ----------------------------------------------------------------
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._entries
 
     def __iter__(self) -> Iterator[Session]:
         """All sessions, in memory or in files."""
@@ -618,10 +719,18 @@ class SessionDirectory:
         assert self.held_bytes == sum(held) <= self.memory_bytes, "memory miscounted"
         assert self.unwritten_bytes == sum(unwritten.values()), "writes miscounted"
         assert self.written_bytes == sum(written), "files miscounted"
+        indexed_bytes = sum(map(_index_bytes, self._entries.values()))
+        assert self.index_bytes == indexed_bytes, "the index is miscounted"
         nowhere = [
             i for i, e in self._entries.items() if e.memory == e.disk == "absent"
         ]
         assert not nowhere, f"sessions that are nowhere: {nowhere}"
+
+
+def _index_bytes(entry: _Entry) -> int:
+    """Memory of the scheduler for a session, if it is only in a file."""
+    is_only_there = entry.memory == "absent" and entry.disk != "absent"
+    return index_bytes(len(entry.session.tokens)) if is_only_there else 0
 
 
 def _keep(ids: dict[str, None], session_id: str, is_in: bool) -> None:

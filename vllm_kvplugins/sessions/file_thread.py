@@ -1,4 +1,4 @@
-"""Runs file operations in the background, one after the other."""
+"""Runs file operations in the background."""
 
 from __future__ import annotations
 
@@ -10,34 +10,38 @@ from typing import Any
 
 
 class FileThread:
-    """One daemon thread with a queue of jobs.
+    """Daemon threads with a queue of jobs; one by default, which keeps their order.
 
     Unlike a ``ThreadPoolExecutor``, a cancelled job leaves the queue at once and frees
     what it refers to, and a job that never ends does not keep the process alive.
 
     Args:
-        name: name of the thread, which starts with the first job.
+        name: name of the threads.
+        num_threads: how many jobs run at once; a thread starts with each of the first
+            jobs.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, num_threads: int = 1) -> None:
         self._name = name
+        self._num_threads = num_threads
         self._changed = threading.Condition()
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._running: Future[Any] | None = None
+        self._running: list[Future[Any]] = []
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        """Run a job after all earlier ones."""
+        """Run a job after all earlier ones have started."""
         future: Future[Any] = Future()
         with self._changed:
             assert not self._closed, "closed"
             self._jobs.append((future, job))
-            if self._thread is None:
-                self._thread = threading.Thread(
+            if len(self._threads) < self._num_threads:
+                thread = threading.Thread(
                     target=self._run, name=self._name, daemon=True
                 )
-                self._thread.start()
+                self._threads.append(thread)
+                thread.start()
             self._changed.notify()
         return future
 
@@ -62,10 +66,8 @@ class FileThread:
         """
         with self._changed:
             self._closed = True
-            waiting = [future for future, _ in self._jobs]
-            if self._running is not None:
-                waiting.append(self._running)
-            self._changed.notify()
+            waiting = [future for future, _ in self._jobs] + self._running
+            self._changed.notify_all()
         return not wait(waiting, timeout=timeout_s).not_done
 
     def _run(self) -> None:
@@ -80,7 +82,7 @@ class FileThread:
             if not self._jobs:
                 return False
             future, job = self._jobs.popleft()
-            self._running = future
+            self._running.append(future)
         # Only cancel() cancels, and only what is in the queue.
         future.set_running_or_notify_cancel()
         try:
@@ -90,5 +92,10 @@ class FileThread:
         else:
             future.set_result(result)
         with self._changed:
-            self._running = None
+            self._running.remove(future)
         return True
+
+    @property
+    def num_running(self) -> int:
+        """Number of jobs that have started and not ended."""
+        return len(self._running)

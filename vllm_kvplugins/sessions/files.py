@@ -1,8 +1,8 @@
-"""Sessions on disk: one safetensors file per session and rank.
+"""Session files: one safetensors file per session and rank.
 
 ::
 
-    DIR/<fingerprint>/<session>.r0of1.safetensors
+    DIR/<fingerprint>/<session>.r0of1.safetensors      or URL/<fingerprint>/...
 
 A file contains a digest of its contents, and one of what a scan reads: text and tokens.
 Files of another program, model, policy or layout, damaged files, links and pipes are
@@ -11,14 +11,12 @@ never loaded.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import re
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -32,6 +30,12 @@ from vllm_kvplugins.sessions import tensor_file
 from vllm_kvplugins.sessions.commands import Session, Tokens
 from vllm_kvplugins.sessions.settings import SessionDtype
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot
+from vllm_kvplugins.sessions.storage import (
+    DirectoryStorage,
+    SessionStorage,
+    StoredFile,
+    files_in,
+)
 from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
 FORMAT = "kvp-session-4"
@@ -98,47 +102,31 @@ class Scan:
     other_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SessionFolder:
-    """The files of one engine's sessions.
+class SessionFiles:
+    """The session files of one engine, in a storage.
 
-    Attributes:
-        root: ``session_dir``.
+    Args:
         ranks: number of workers; each writes its part of every session.
     """
 
-    root: Path
-    identity: Identity
-    ranks: int = 1
+    def __init__(
+        self, storage: SessionStorage, identity: Identity, ranks: int = 1
+    ) -> None:
+        self.storage = storage
+        self.identity = identity
+        self.ranks = ranks
 
-    @property
-    def folder(self) -> Path:
-        """Folder of this engine's files, named by its identity."""
-        return self.root / self.identity.fingerprint
-
-    def path(self, session_id: str, rank: int) -> Path:
-        """The file of a rank's part of a session."""
-        return self.folder / f"{session_id}.r{rank}of{self.ranks}{_SUFFIX}"
+    def name(self, session_id: str, rank: int) -> str:
+        """The name of the file of a rank's part of a session."""
+        return f"{session_id}.r{rank}of{self.ranks}{_SUFFIX}"
 
     def prepare(self) -> None:
-        """Create the folder, readable only by its owner, and remove leftovers.
+        """Create the folder, and check that it can be written to.
 
         Raises:
-            KVPolicyError: it cannot be created or written to.
+            OSError: it cannot.
         """
-        try:
-            # A mode applies to the last folder of a path only.
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder):
-                pass
-            remove_leftovers(self.folder)
-        except OSError as error:
-            text = (
-                f"session_dir {str(self.root)!r} cannot be written to: {error}; "
-                "choose another directory, or remove session_dir"
-            )
-            raise KVPolicyError(coded("KVP304", text)) from error
+        self.storage.prepare()
 
     def write(self, session: Session, rank: int, saved: CacheSnapshot) -> int:
         """Write a rank's part of a session.
@@ -165,27 +153,29 @@ class SessionFolder:
         }
         about["header"] = tensor_file.digest(about, {"tokens": tensors["tokens"]})
         about["digest"] = tensor_file.digest(about, tensors)
-        return tensor_file.write(self.path(session.session_id, rank), tensors, about)
+        return self.storage.write(self.name(session.session_id, rank), tensors, about)
 
     def read(self, session_id: str, rank: int) -> CacheSnapshot:
         """Read a rank's part of a session.
 
         Raises:
             SessionFileError: the file is missing, damaged, or of another engine.
+            OSError: the storage failed.
         """
-        path = self.path(session_id, rank)
-        about, tensors = _verified(path)
-        self._check(path, about)
-        with contextlib.suppress(OSError):
-            os.utime(path)  # the time of the file is the session's last use
+        name = self.name(session_id, rank)
+        about, tensors = _verified(self.storage, name)
+        self._check(name, about)
+        if about.get("session") != session_id:
+            raise SessionFileError(f"{name}: contains another session")
+        self.storage.touch(name)  # its time is the session's last use
         try:
             return _saved(about, tensors)
         except _CONTENT_ERRORS as error:
-            raise SessionFileError(f"{path.name}: not a session ({error})") from error
+            raise SessionFileError(f"{name}: not a session ({error})") from error
 
     def unlink(self, session_id: str, rank: int) -> None:
         """Delete a rank's part of a session, if it exists."""
-        self.path(session_id, rank).unlink(missing_ok=True)
+        self.storage.delete(self.name(session_id, rank))
 
     def scan(self) -> Scan:
         """Find all sessions.
@@ -194,51 +184,112 @@ class SessionFolder:
         now.
         """
         found, now = Scan(), time.time()
-        files = {path.name: status for path, status in _files_in(self.folder)}
+        files = {file.name: file for file in self.storage.list()}
         suffix = f".r0of{self.ranks}{_SUFFIX}"
-        for name in sorted(files, key=lambda name: files[name].st_mtime):
+        for name in sorted(files, key=lambda name: files[name].modified):
             if not name.endswith(suffix):
                 continue
-            session_id, used = name.removesuffix(suffix), files[name].st_mtime
-            parts = [self.path(session_id, rank).name for rank in range(self.ranks)]
+            session_id, used = name.removesuffix(suffix), files[name].modified
+            parts = [self.name(session_id, rank) for rank in range(self.ranks)]
             try:
-                session = self._scan_file(session_id, parts, files)
+                _check_complete(parts, files)
+                session = self.read_session(session_id)
             except SessionFileError as error:
                 found.problems.append(error)
                 continue
-            size = sum(files.pop(part).st_size for part in parts)
+            size = sum(files.pop(part).num_bytes for part in parts)
             found.sessions.append(FoundSession(session, max(now - used, 0.0), size))
-        found.other_bytes = sum(status.st_size for status in files.values())
+        found.other_bytes = sum(file.num_bytes for file in files.values())
         return found
 
-    def _scan_file(
-        self, session_id: str, parts: list[str], files: Mapping[str, os.stat_result]
-    ) -> Session:
-        """The session of a file, without its keys and values.
+    def list_complete(self, prefix: str = "") -> dict[str, StoredFile]:
+        """Sessions whose IDs begin with a prefix, without reading their files.
 
-        Args:
-            parts: names of its files, rank by rank.
+        Returns:
+            For each ID with the parts of all ranks: the size of all parts, and the time
+            of the newest one.
+
+        Raises:
+            OSError: the storage failed.
         """
-        for rank, part in enumerate(parts):
-            if part not in files:
-                raise SessionFileError(
-                    f"{parts[0]}: the part of rank {rank} is missing"
-                )
-        path = self.folder / parts[0]
-        about, tensors = tensor_file.read(path, only=("tokens",))
-        self._check(path, about)
-        session = _checked_session(path, about, tensors["tokens"])
+        parts: dict[str, list[StoredFile]] = {}
+        for file in self.storage.list(prefix):
+            name = _NAME.fullmatch(file.name)
+            is_part = name is not None and int(name["ranks"]) == self.ranks
+            if name is not None and is_part and file.num_bytes:
+                parts.setdefault(name["session"], []).append(file)
+        return {
+            session_id: StoredFile(
+                session_id,
+                sum(file.num_bytes for file in files),
+                max(file.modified for file in files),
+            )
+            for session_id, files in parts.items()
+            if len(files) == self.ranks
+        }
+
+    def read_session(self, session_id: str) -> Session:
+        """A session without its keys and values, from the first rank's file.
+
+        Raises:
+            SessionFileError: the file is missing, damaged, or of another engine.
+            OSError: the storage failed.
+        """
+        name = self.name(session_id, 0)
+        about, tensors = self.storage.read(name, only=("tokens",))
+        self._check(name, about)
+        session = _checked_session(name, about, tensors["tokens"])
         if session.session_id != session_id:
-            raise SessionFileError(f"{path.name}: contains another session")
+            raise SessionFileError(f"{name}: contains another session")
         return session
 
-    def _check(self, path: Path, about: Mapping[str, str]) -> None:
+    def _check(self, name: str, about: Mapping[str, str]) -> None:
         if about.get("format") != FORMAT:
-            raise SessionFileError(f"{path.name}: not in format {FORMAT}")
+            raise SessionFileError(f"{name}: not in format {FORMAT}")
         if about.get("fingerprint") != self.identity.fingerprint:
-            raise SessionFileError(
-                f"{path.name}: from another model, policy or version"
+            raise SessionFileError(f"{name}: from another model, policy or version")
+
+
+class SessionFolder(SessionFiles):
+    """The session files of one engine, in a folder that its identity names.
+
+    Args:
+        root: ``session_dir``.
+    """
+
+    def __init__(self, root: Path, identity: Identity, ranks: int = 1) -> None:
+        self.folder = root / identity.fingerprint
+        super().__init__(DirectoryStorage(root, self.folder), identity, ranks)
+
+    def prepare(self) -> None:
+        """Create the folder, readable only by its owner, and remove leftovers.
+
+        Raises:
+            KVPolicyError: it cannot be created or written to.
+        """
+        try:
+            super().prepare()
+        except OSError as error:
+            text = (
+                f"session_dir {str(self.folder.parent)!r} cannot be written to: "
+                f"{error}; choose another directory, or remove session_dir"
             )
+            raise KVPolicyError(coded("KVP304", text)) from error
+
+    def path(self, session_id: str, rank: int) -> Path:
+        """The file of a rank's part of a session."""
+        return self.folder / self.name(session_id, rank)
+
+
+def _check_complete(parts: list[str], files: Mapping[str, StoredFile]) -> None:
+    """Refuse a session of which a rank's part is missing.
+
+    Args:
+        parts: names of its files, rank by rank.
+    """
+    for rank, part in enumerate(parts):
+        if part not in files:
+            raise SessionFileError(f"{parts[0]}: the part of rank {rank} is missing")
 
 
 # -- one file ------------------------------------------------------------------------
@@ -289,7 +340,7 @@ def _saved(about: Mapping[str, str], tensors: dict[str, torch.Tensor]) -> CacheS
 
 
 def _checked_session(
-    path: Path, about: Mapping[str, str], tokens: torch.Tensor
+    name: str, about: Mapping[str, str], tokens: torch.Tensor
 ) -> Session:
     """The session of a file whose keys and values have not been read.
 
@@ -298,18 +349,18 @@ def _checked_session(
     """
     text = {key: about[key] for key in about if key not in ("header", "digest")}
     if about.get("header") != tensor_file.digest(text, {"tokens": tokens}):
-        raise SessionFileError(f"{path.name}: its header has changed")
+        raise SessionFileError(f"{name}: its header has changed")
     try:
         session = _session(text, tokens)
     except _CONTENT_ERRORS as error:
-        raise SessionFileError(f"{path.name}: not a session ({error})") from error
+        raise SessionFileError(f"{name}: not a session ({error})") from error
     n = len(session.tokens)
     if (
         session.num_bytes < 1
         or not 0 <= session.first_query <= n
         or not 0 <= session.compacted_at <= n
     ):
-        raise SessionFileError(f"{path.name}: not a session (impossible sizes)")
+        raise SessionFileError(f"{name}: not a session (impossible sizes)")
     return session
 
 
@@ -348,43 +399,23 @@ def _unpacked(packed: dict[str, Any] | None) -> Compaction | None:
     return Compaction(**(numbers | spans))
 
 
-def _verified(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+def _verified(
+    storage: SessionStorage, name: str
+) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Text and tensors of a file whose digest is correct.
 
     Raises:
         SessionFileError: it is missing or damaged.
+        OSError: the storage failed.
     """
-    about, tensors = tensor_file.read(path)
+    about, tensors = storage.read(name)
     digest = about.pop("digest", None)
     if digest != tensor_file.digest(about, tensors):
-        raise SessionFileError(f"{path.name}: its contents have changed")
+        raise SessionFileError(f"{name}: its contents have changed")
     return about, tensors
 
 
 # -- a whole directory, for the command line ---------------------------------------
-
-
-def _files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Files of a folder and their status; without those that vanish meanwhile."""
-    with contextlib.suppress(OSError):
-        for path in sorted(folder.iterdir()):
-            with contextlib.suppress(OSError):
-                yield path, path.lstat()
-
-
-def remove_leftovers(folder: Path) -> int:
-    """Delete temporary files of processes that no longer run.
-
-    Returns:
-        The number of deleted files.
-    """
-    removed = 0
-    for path, _ in _files_in(folder):
-        if tensor_file.is_temporary(path.name) and tensor_file.is_leftover(path):
-            with contextlib.suppress(OSError):
-                path.unlink()
-                removed += 1
-    return removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,8 +445,8 @@ def list_files(root: Path) -> list[FoundFile]:
     """All session files under a directory, most recently used first."""
     found = [
         _found_file(path, status)
-        for folder, _ in _files_in(root)
-        for path, status in _files_in(folder)
+        for folder, _ in files_in(root)
+        for path, status in files_in(folder)
         if _NAME.fullmatch(path.name)
     ]
     return sorted(found, key=lambda file: -file.last_used)
@@ -457,8 +488,8 @@ def find_garbage(root: Path) -> Garbage:
     ]
     leftovers = [
         path
-        for folder, _ in _files_in(root)
-        for path, _ in _files_in(folder)
+        for folder, _ in files_in(root)
+        for path, _ in files_in(folder)
         if tensor_file.is_temporary(path.name) and tensor_file.is_leftover(path)
     ]
     return Garbage(leftovers, damaged, incomplete)
@@ -479,7 +510,7 @@ def _found_file(path: Path, status: os.stat_result) -> FoundFile:
         damaged = about.get("format") == FORMAT
         if not damaged:
             raise SessionFileError(f"{path.name}: not in format {FORMAT}")
-        session = _checked_session(path, about, tensors["tokens"])
+        session = _checked_session(path.name, about, tensors["tokens"])
         facts, tokens = dict(json.loads(about["facts"])), len(session.tokens)
         damaged = False
     except (SessionFileError, *_CONTENT_ERRORS) as error:
@@ -498,4 +529,5 @@ def verify(path: Path) -> dict[str, str]:
     Raises:
         SessionFileError: it is damaged or not a session file.
     """
-    return _verified(path)[0]
+    storage = DirectoryStorage(path.parent.parent, path.parent)
+    return _verified(storage, path.name)[0]

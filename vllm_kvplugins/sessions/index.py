@@ -37,6 +37,14 @@ _NEWEST = (1 << 32) - 1
 _ITEM = np.dtype(np.int32).itemsize
 
 
+def index_bytes(num_tokens: int) -> int:
+    """Memory for a session that is in the index, and not in memory or on the device.
+
+    At most: its token IDs, twice, and its nodes.
+    """
+    return 2 * _ITEM * num_tokens + 2048
+
+
 class _Node:
     """Tokens that several sessions share, or the last tokens of one.
 

@@ -18,6 +18,14 @@ SessionDtype = Literal["auto", "int8", "int4"]
 # Old name -> name. The old names still work in this version.
 DEPRECATED_SETTINGS = {"session_park": "session_keep_on_device"}
 
+# Settings of the access to session_url.
+_OF_URL = {
+    "session_refresh_s",
+    "session_lookup_s",
+    "session_load_s",
+    "session_index_memory",
+}
+
 _warned: set[str] = set()
 
 
@@ -97,6 +105,38 @@ class SessionSettings(BaseModel):
         "a quarter of the space that is free at start-up; null: no limit.",
     )
 
+    session_url: str | None = Field(
+        default=None,
+        description="Store that several replicas share: an object store "
+        '("s3://bucket/prefix") or a shared directory ("file:///mnt/sessions"); null: '
+        "none. Who can read it can read the conversations; who can write to it can "
+        "change the answers.",
+    )
+    session_refresh_s: float | None = Field(
+        default=15.0,
+        gt=0,
+        description="Seconds between two listings of session_url, which find the "
+        "sessions of other replicas and delete old ones; null: no listings.",
+    )
+    session_lookup_s: float = Field(
+        default=0.2,
+        ge=0,
+        description="How long a new request waits while the sessions that its prompt "
+        "may continue are looked up in session_url; 0: only listings find sessions.",
+    )
+    session_load_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="How long a request waits for a session to be read from "
+        "session_url; then it computes its prompt.",
+    )
+    session_index_memory: Annotated[int, BeforeValidator(parse_bytes)] = Field(
+        default=256 << 20,
+        ge=1,
+        description='Memory of the scheduler ("1GiB") for sessions that are only in '
+        "session_url; a look-up still finds those that do not fit.",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _rename(cls, settings: Any) -> Any:
@@ -105,9 +145,10 @@ class SessionSettings(BaseModel):
     @property
     def _needs_sessions(self) -> list[str]:
         """Settings that the user has set and that have no effect without sessions."""
-        others = {"sessions", "session_keep_on_device"}
-        settings = self.model_dump(exclude=others, exclude_none=True)
-        return sorted(name for name, value in settings.items() if value != "auto")
+        names = self.model_fields_set - {"sessions", "session_keep_on_device"}
+        return sorted(
+            name for name in names if getattr(self, name) not in (None, "auto")
+        )
 
     @model_validator(mode="after")
     def _check_consistency(self) -> SessionSettings:
@@ -123,6 +164,24 @@ class SessionSettings(BaseModel):
                     f"session_disk {self.session_disk} needs a session_dir; set one",
                 )
             )
+        if self.session_url is None:
+            alone = sorted(self.model_fields_set & _OF_URL)
+            if alone:
+                text = f"{', '.join(alone)} needs a session_url; set one, or remove it"
+                raise ValueError(coded("KVP302", text))
+            return self
+        if self.session_dir is not None:
+            text = (
+                "session_dir and session_url are both set, and sessions are written to "
+                "one place; remove session_dir: session_url outlives restarts too"
+            )
+            raise ValueError(coded("KVP313", text))
+        if self.session_refresh_s is None and not self.session_lookup_s:
+            text = (
+                "session_refresh_s is null and session_lookup_s is 0, so no session of "
+                "session_url would be found; set one of them"
+            )
+            raise ValueError(coded("KVP318", text))
         return self
 
     def on_for(self, works_by_turns: bool) -> bool:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from vllm_kvplugins.errors import coded
+from vllm_kvplugins.log_throttle import LogThrottle
 from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.sessions.commands import (
     Event,
@@ -17,7 +18,7 @@ from vllm_kvplugins.sessions.commands import (
     SessionCommands,
 )
 from vllm_kvplugins.sessions.file_thread import FileThread
-from vllm_kvplugins.sessions.files import SessionFolder
+from vllm_kvplugins.sessions.files import SessionFiles
 from vllm_kvplugins.sessions.snapshot import COPY_ERRORS, CacheSnapshot
 from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
@@ -66,16 +67,19 @@ class SessionStore:
     """The sessions of one worker.
 
     Args:
-        files: folder for session files; None: memory only.
+        files: session files; None: memory only.
         moves: whether a session moves into the request that continues it.
+        num_readers, num_writers: how many files are read and written at once.
     """
 
     def __init__(
         self,
         transfer: CacheTransfer,
-        files: SessionFolder | None = None,
+        files: SessionFiles | None = None,
         rank: int = 0,
         moves: bool = False,
+        num_readers: int = 1,
+        num_writers: int = 1,
     ) -> None:
         self._transfer = transfer
         self._files = files
@@ -84,10 +88,11 @@ class SessionStore:
         self._snapshots: dict[str, CacheSnapshot] = {}
         self._acks: list[SessionAck] = []
         # Separate threads, so that reads do not wait for writes.
-        self._writer = FileThread("kvp-session-write")
-        self._reader = FileThread("kvp-session-read")
+        self._writer = FileThread("kvp-session-write", num_writers)
+        self._reader = FileThread("kvp-session-read", num_readers)
         self._writes: dict[str, Future[int]] = {}
         self._reads: dict[str, Future[CacheSnapshot]] = {}
+        self._throttle = LogThrottle()
 
     def save(self, commands: SessionCommands) -> None:
         """Execute the saves, after making room for them in memory and on disk.
@@ -218,10 +223,16 @@ class SessionStore:
     def _unlink(self, session_id: str) -> None:
         assert self._files is not None, "there are no files"
         write = self._writes.get(session_id)
+        if write is not None and (self._writer.cancel(write) or write.cancelled()):
+            write = None  # wait() never returns for it
+        self._writer.submit(partial(self._unlink_after, write, session_id))
+
+    def _unlink_after(self, write: Future[int] | None, session_id: str) -> None:
+        """Delete a file, in a thread; if it is being written, afterwards."""
+        assert self._files is not None, "there are no files"
         if write is not None:
-            self._writer.cancel(write)
-        # If the file is being written, it is deleted afterwards.
-        self._writer.submit(partial(self._files.unlink, session_id, self._rank))
+            wait([write])
+        self._files.unlink(session_id, self._rank)
 
     # -- acknowledgements -------------------------------------------------------
 
@@ -264,5 +275,7 @@ class SessionStore:
         load: Load | None = None,
     ) -> None:
         if problem is not None:
-            logger.warning("session %s: %s", session_id, problem)
+            text = self._throttle.format(problem.replace(session_id, "its file"))
+            if text is not None:
+                logger.warning("session %s: %s", session_id, text)
         self._acks.append(SessionAck(event, session_id, problem, load))

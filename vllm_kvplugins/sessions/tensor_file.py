@@ -3,6 +3,8 @@
 A file is written under a temporary name and then renamed. The writer holds a lock on
 the temporary file, which the system releases when the process ends, also after
 ``kill -9``. A temporary file without a lock is a leftover.
+
+``packed`` and ``unpacked`` do the same with bytes, for object stores.
 """
 
 from __future__ import annotations
@@ -10,14 +12,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
+import math
 import os
 import stat
 import time
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,6 +46,10 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+_LENGTH_BYTES = 8  # length of the header, in front of it
+# No header of a session is as long; a longer one would be read into memory.
+_MAX_HEADER_BYTES = 16 << 20
 
 
 class SessionFileError(Exception):
@@ -126,6 +134,110 @@ def read(
             return about, {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError, ValueError) as error:
         raise SessionFileError(f"{path.name}: cannot be read ({error})") from error
+
+
+# -- files as bytes, for object stores -----------------------------------------------
+
+
+def packed(tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> bytes:
+    """The contents of a file.
+
+    Args:
+        tensors: contiguous, in host memory. They are copied.
+    """
+    contents = io.BytesIO()
+    _write_contents(contents, tensors, about)
+    return contents.getvalue()
+
+
+def first_tensor_end(first: bytes | bytearray) -> int:
+    """Where the first tensor ends; where the header ends, if ``first`` is shorter.
+
+    Args:
+        first: at least the first 8 bytes of a file.
+
+    Raises:
+        SessionFileError: it is not a file of this kind.
+    """
+    start = _header_end(first)
+    if len(first) < start:
+        return start
+    _, entries = _header(first)
+    return start + min((stop for _, stop in map(_offsets, entries.values())), default=0)
+
+
+def unpacked(
+    contents: bytes | bytearray, only: Iterable[str] | None = None
+) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """The text and the tensors of a file's contents.
+
+    Args:
+        contents: the tensors refer to it. With ``only``, a first part that contains
+            these tensors is enough.
+        only: names of the tensors to return; None: all.
+
+    Raises:
+        SessionFileError: it is not a file of this kind, or a part of one.
+    """
+    about, entries = _header(contents)
+    start, names = _header_end(contents), list(entries) if only is None else only
+    stop = start + max((stop for _, stop in map(_offsets, entries.values())), default=0)
+    if only is None and stop != len(contents):
+        raise SessionFileError(f"{len(contents)} bytes instead of {stop}")
+    try:
+        return about, {name: _unpack(contents, start, entries[name]) for name in names}
+    except (KeyError, TypeError, ValueError) as error:
+        raise SessionFileError(f"not a session file ({error})") from error
+
+
+def _header_end(first: bytes | bytearray) -> int:
+    length = int.from_bytes(first[:_LENGTH_BYTES], "little")
+    if len(first) < _LENGTH_BYTES or not 0 < length <= _MAX_HEADER_BYTES:
+        raise SessionFileError("no header")
+    return _LENGTH_BYTES + length
+
+
+def _header(first: bytes | bytearray) -> tuple[dict[str, str], dict[str, Any]]:
+    """Text, and an entry per tensor."""
+    try:
+        entries = json.loads(first[_LENGTH_BYTES : _header_end(first)])
+        about = {str(k): str(v) for k, v in entries.pop("__metadata__", {}).items()}
+        for entry in entries.values():
+            _offsets(entry)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise SessionFileError(f"a damaged header ({error})") from error
+    return about, entries
+
+
+def _offsets(entry: Mapping[str, Any]) -> tuple[int, int]:
+    first, stop = entry["data_offsets"]
+    return int(first), int(stop)
+
+
+def _unpack(
+    contents: bytes | bytearray, start: int, entry: Mapping[str, Any]
+) -> torch.Tensor:
+    """A tensor that refers to the contents of a file.
+
+    Raises:
+        ValueError: it does not lie in the contents.
+    """
+    first, stop = (start + offset for offset in _offsets(entry))
+    dtype, shape = _TORCH_DTYPES[entry["dtype"]], [int(n) for n in entry["shape"]]
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if min(shape, default=1) < 0 or first < start or stop - first != num_bytes:
+        raise ValueError(f"a tensor of {shape} in {stop - first} bytes")
+    if stop > len(contents):
+        raise ValueError(f"a tensor ends at {stop} of {len(contents)} bytes")
+    if not num_bytes:
+        return torch.empty(shape, dtype=dtype)
+    elements = torch.frombuffer(
+        contents, dtype=torch.uint8, count=num_bytes, offset=first
+    )
+    if first % dtype.itemsize or isinstance(contents, bytes):
+        # A view of a larger dtype must be aligned, and torch wants a writable buffer.
+        elements = elements.clone()
+    return elements.view(dtype).reshape(shape)
 
 
 def is_readable(path: Path) -> bool:

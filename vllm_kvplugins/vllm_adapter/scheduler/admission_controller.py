@@ -55,6 +55,8 @@ class AdmissionController:
         if not self._make_host_room(request):
             return Admission(cached, waits_for="host memory")
         sessions = self._sessions
+        if sessions is not None and sessions.awaits_look_up(request):
+            return Admission(cached, waits_for="session")
         match = sessions.match(request, more_than=cached) if sessions else None
         if match is None:
             return Admission(cached)

@@ -131,6 +131,8 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         """Wait until all session files are written."""
         if self._store is not None:
             self._store.close()
+        if self.sessions is not None:
+            self.sessions.close()
 
     # -- scheduler --------------------------------------------------------------
 
@@ -143,6 +145,14 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         if parse_sessions(request_of(self._vllm_config)).sessions:
             self.sessions = SchedulerSessions(self._vllm_config, manager, self.host)
         self.admission = AdmissionController(manager, self.host, self.sessions)
+
+    def on_new_request(self, request: Any) -> None:
+        """Look a request's session up in a store of several replicas, if there is one.
+
+        The request has been queued; it is admitted in a later step.
+        """
+        if self.sessions is not None:
+            self.sessions.look_up(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -173,6 +183,9 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         commands = SessionCommands()
         if self.sessions is not None:
+            if not scheduler_output.total_num_scheduled_tokens:
+                self.sessions.wait_for_store()
+            self.sessions.update_from_store()
             self.sessions.directory.expire()
             commands = self.sessions.directory.take_commands()
         return SessionCommandMetadata(commands)
@@ -208,7 +221,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         """Drop all sessions, because vLLM may load other weights next."""
         if self.sessions is not None:
-            self.sessions.directory.clear()
+            self.sessions.reset()
         return True
 
     # -- metrics ----------------------------------------------------------------

@@ -26,6 +26,8 @@
 | ``vllm:kv_policy_session_evictions_total`` | counter | dropped for room or age |
 | ``vllm:kv_policy_session_refused_total`` | counter | not saved, memory was full |
 | ``vllm:kv_policy_session_failures_total`` | counter | sessions lost to an error |
+| ``vllm:kv_policy_session_store_hits_total`` | counter | hits found in session_url |
+| ``vllm:kv_policy_session_store_failures_total`` | counter | session_url failed |
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ _SUMS = (
     "session_evictions",
     "session_refused",
     "session_failures",
+    "session_store_hits",
+    "session_store_failures",
 )
 _LATEST = (
     "resident_tokens",
@@ -182,6 +186,15 @@ class PolicyPromMetrics(KVConnectorPromMetrics):
             "session_refused", "Sessions that were not saved because memory was full."
         )
         self._counter("session_failures", "Sessions lost to an error.")
+        self._counter(
+            "session_store_hits",
+            "Hits of sessions that were found in session_url, usually saved by another "
+            "replica.",
+        )
+        self._counter(
+            "session_store_failures",
+            "Listings, look-ups and reads of session_url that failed or were late.",
+        )
         self._histogram(_SECONDS, "Seconds that the compaction of one request takes.")
 
     def _add(self, name: str, metric: Any) -> None:

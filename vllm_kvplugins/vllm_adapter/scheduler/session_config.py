@@ -14,8 +14,16 @@ from vllm_kvplugins.engine.heap import FP8_DTYPES
 from vllm_kvplugins.engine.retrieval.host_tier import default_limit_bytes
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.policies.base import KVCachePolicy
-from vllm_kvplugins.sessions.files import FORMAT, Identity, Scan, SessionFolder
+from vllm_kvplugins.sessions.files import (
+    FORMAT,
+    Identity,
+    Scan,
+    SessionFiles,
+    SessionFolder,
+)
+from vllm_kvplugins.sessions.object_store import open_storage, url_problems
 from vllm_kvplugins.sessions.settings import SessionSettings, rename_deprecated
+from vllm_kvplugins.sessions.weights import weights_digest
 from vllm_kvplugins.vllm_adapter.config.engine_config import request_of
 
 
@@ -77,42 +85,68 @@ def measured(settings: dict[str, Any]) -> dict[str, int]:
     return {"session_memory": default_limit_bytes() // 2}
 
 
-def session_folder(vllm_config: Any) -> SessionFolder | None:
-    """Folder of this engine's session files; None if it writes none."""
+def store_problems(settings: dict[str, Any], policy: KVCachePolicy) -> list[str]:
+    """Why ``session_url`` cannot be used on this machine."""
+    url = parse_sessions(settings).session_url
+    if url is None or not are_on(settings, policy):
+        return []
+    return url_problems(url)
+
+
+def session_files(vllm_config: Any) -> SessionFiles | None:
+    """This engine's session files; None if it writes none."""
     settings = request_of(vllm_config)
     sessions = parse_sessions(settings)
-    if not sessions.sessions or sessions.session_dir is None:
+    if not sessions.sessions:
         return None
     ranks = vllm_config.parallel_config.world_size
-    return SessionFolder(sessions.session_dir, _identity(vllm_config, settings), ranks)
+    if sessions.session_url is not None:
+        identity = _identity(vllm_config, settings, of_replicas=True)
+        storage = open_storage(sessions.session_url, identity.fingerprint)
+        return SessionFiles(storage, identity, ranks)
+    if sessions.session_dir is not None:
+        identity = _identity(vllm_config, settings)
+        return SessionFolder(sessions.session_dir, identity, ranks)
+    return None
 
 
 def disk_limit(
-    settings: SessionSettings, files: SessionFolder | None, scan: Scan
+    settings: SessionSettings, files: SessionFiles | None, scan: Scan
 ) -> int | None:
     """Limit on session files; None: none.
 
     "auto" is a quarter of what is free without the folder's own files, so that a
-    restart does not change it.
+    restart does not change it. Files in a shared store have no limit.
     """
     if settings.session_disk != "auto":
         return settings.session_disk
-    if files is None:
+    if not isinstance(files, SessionFolder):
         return None
     own = scan.other_bytes + sum(found.file_bytes for found in scan.sessions)
     return (shutil.disk_usage(files.folder).free + own) // 4
 
 
-def _identity(vllm_config: Any, settings: Any) -> Identity:
-    """Everything that a cache depends on, except for the layout of its pages."""
+def _identity(vllm_config: Any, settings: Any, of_replicas: bool = False) -> Identity:
+    """Everything that a cache depends on, except for the layout of its pages.
+
+    Args:
+        of_replicas: leave out what differs between machines: paths and times of files.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    config = model.hf_config.to_dict()
+    config, folder = model.hf_config.to_dict(), Path(model.model)
+    name = model.model
+    if of_replicas:
+        config.pop("_name_or_path", None)
+        name = folder.name if folder.is_dir() else name
+        weights = weights_digest(folder)
+    else:
+        weights = _digest_of_weights(folder)
     return Identity.of(
-        model=model.model,
+        model=name,
         revision=getattr(model.hf_config, "_commit_hash", None) or model.revision,
         quantization=model.quantization,
         config=_digest(json.dumps(config, sort_keys=True, default=str)),
-        weights=_digest_of_weights(Path(model.model)),
+        weights=weights,
         policy=describe(parse_policy(settings)),
         dtype=model.dtype,
         cache_dtype=cache.cache_dtype,

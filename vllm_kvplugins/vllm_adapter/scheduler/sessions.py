@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,9 +24,12 @@ from vllm_kvplugins.errors import coded
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.sessions.commands import Session, Tokens
-from vllm_kvplugins.sessions.directory import Match, SessionDirectory
-from vllm_kvplugins.sessions.files import Scan, SessionFolder
-from vllm_kvplugins.sessions.settings import SessionDtype
+from vllm_kvplugins.sessions.directory import Match, SessionDirectory, SharedStore
+from vllm_kvplugins.sessions.files import Scan, SessionFiles
+from vllm_kvplugins.sessions.object_store import start_up_problem
+from vllm_kvplugins.sessions.replicas import Query, ReplicaSessions
+from vllm_kvplugins.sessions.session_ids import new_id
+from vllm_kvplugins.sessions.settings import SessionDtype, SessionSettings
 from vllm_kvplugins.sessions.stored_pages import query_rows, stored_bytes
 from vllm_kvplugins.vllm_adapter.config.engine_config import request_of
 from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
@@ -38,7 +42,7 @@ from vllm_kvplugins.vllm_adapter.scheduler.admission import Admission
 from vllm_kvplugins.vllm_adapter.scheduler.block_manager import ResidencyBlockManager
 from vllm_kvplugins.vllm_adapter.scheduler.session_config import (
     disk_limit,
-    session_folder,
+    session_files,
 )
 
 # vLLM configures only the loggers below its own name.
@@ -50,6 +54,9 @@ _STATUSES_TO_SAVE = (
     RequestStatus.FINISHED_LENGTH_CAPPED,
     RequestStatus.FINISHED_ABORTED,
 )
+
+# A step that computes nothing waits for a look-up for this long.
+_LOOK_UP_WAIT_S = 0.005
 
 # Metrics of an engine without sessions.
 NO_SESSIONS = {
@@ -99,8 +106,14 @@ class SchedulerSessions:
         self._geometry = spec.geometry
         settings = parse_sessions(request_of(vllm_config))
         assert settings.session_memory is not None, "not measured"
-        files = session_folder(vllm_config)
-        scan = _scan(files)
+        files = session_files(vllm_config)
+        self._store: ReplicaSessions | None = None
+        if settings.session_url is not None:
+            assert files is not None
+            self._store = _opened_store(files, settings, manager.block_size)
+            # The engine may be deleted without being shut down.
+            weakref.finalize(self, self._store.close)
+        scan = Scan() if self._store is not None else _scan(files)
         disk_bytes = disk_limit(settings, files, scan)
         self.directory = SessionDirectory(
             settings.session_memory,
@@ -112,8 +125,9 @@ class SchedulerSessions:
             max_age_s=settings.session_max_age_s,
             # Tokens of a retrieval policy are already on the host and not copied.
             moves=self._policy.retrieval is not None,
-            on_forgotten=host.release_session,
+            on_forgotten=_both(host.release_session, self._store),
             on_memory_freed=manager.device_sessions.drop,
+            shared=_shared(self._store, settings),
         )
         self._keeps_on_device = settings.session_keep_on_device
         logger.info(
@@ -123,17 +137,85 @@ class SchedulerSessions:
             _described(files, disk_bytes),
         )
         self._reported_counts = asdict(self.directory.counts)
+        self._reported_failures = 0
         self._prompts: WeakKeyDictionary[Any, Tokens] = WeakKeyDictionary()
         self._dtype = settings.session_dtype
         self._query_bytes = _query_bytes_per_token(vllm_config, self._dtype)
         for found in scan.sessions:
             self.directory.add_file(found.session, found.age_s, found.file_bytes)
-        if files is not None:
+        if self._store is not None:
+            self._store.start()
+        elif files is not None:
+            location = files.storage.location
             logger.info(
-                "%d sessions found in %s", self.directory.num_sessions, files.folder
+                "%d sessions found in %s", self.directory.num_sessions, location
             )
         if settings.session_max_age_s is not None:
             idle_wakeup.install()
+
+    # -- a store that other replicas use ------------------------------------------
+
+    def look_up(self, request: Any) -> None:
+        """Begin to search the store for sessions of a request that has arrived."""
+        if self._store is None or not _may_continue(request):
+            return
+        match = self.match(request, more_than=0)
+        known, prompt = match.tokens if match else 0, self._prompt_of(request)
+        queries = [Query(owner, prompt, known) for owner in self._owners(request)]
+        self._store.look_up(request.request_id, queries)
+
+    def awaits_look_up(self, request: Any) -> bool:
+        """Whether a request should wait for its look-up in the store."""
+        if self._store is None:
+            return False
+        if self._store.waits(request.request_id):
+            return True
+        self.update_from_store()  # with what its look-up has found
+        return False
+
+    def update_from_store(self) -> None:
+        """Add sessions that were found in the store; forget those that are gone."""
+        if self._store is None:
+            return
+        changes = self._store.take()
+        for found in changes.found:
+            self.directory.add_stored(found.session, found.file_bytes)
+            if found.session.session_id in self.directory:
+                self._store.add_known(found.session.session_id)
+        for session_id in changes.gone:
+            self.directory.remove_stored(session_id)
+
+    def wait_for_store(self) -> None:
+        """Wait a little, if a request waits for a look-up and no other can run."""
+        if self._store is not None:
+            self._store.wait(_LOOK_UP_WAIT_S)
+
+    def reset(self) -> None:
+        """Drop all sessions: the engine may load other weights next.
+
+        The name of its folder in a shared store does not tell them apart, so the engine
+        does not use the store any more. The store keeps the files, which other replicas
+        use.
+        """
+        if self._store is None:
+            self.directory.clear()
+            return
+        logger.warning(
+            "%s",
+            coded(
+                "KVP317",
+                "the caches were reset, perhaps for other weights: sessions are in "
+                "memory only from now on; restart the server to use session_url again",
+            ),
+        )
+        self._store.close()
+        self._store = None
+        self.directory.detach()
+
+    def close(self) -> None:
+        """Stop listing the store."""
+        if self._store is not None:
+            self._store.close()
 
     # -- a request starts -------------------------------------------------------
 
@@ -146,18 +228,25 @@ class SchedulerSessions:
         Returns:
             None if no session restores more tokens.
         """
-        if not _can_use_sessions(request) or request.skip_reading_prefix_cache:
+        if not _may_continue(request):
             return None
+        owner, *others = self._owners(request)
+        best = self._best(request, owner, more_than)
+        for other in others:
+            at_least = best.tokens if best else more_than
+            best = self._best(request, other, at_least, whole=True) or best
+        return best
+
+    def _owners(self, request: Any) -> list[str]:
+        """Owners whose sessions a request can continue.
+
+        With a patched prompt, also that of requests without one: a session that was
+        never compressed fits any patched prompt.
+        """
         patched = requested_patched_prompt(request.sampling_params)
         shared = self._shared_blocks(request)
-        best = self._best(request, owner_of(request, patched, shared), more_than)
-        if patched:
-            # A session that was never compressed fits any patched prompt.
-            at_least = best.tokens if best else more_than
-            owner = owner_of(request, shared_blocks=shared)
-            whole = self._best(request, owner, at_least, whole=True)
-            best = whole or best
-        return best
+        owners = [owner_of(request, patched, shared)]
+        return [*owners, owner_of(request, shared_blocks=shared)] if patched else owners
 
     def _shared_blocks(self, request: Any) -> int:
         return self._manager.plans.continuing(request, None).shared_blocks
@@ -174,12 +263,19 @@ class SchedulerSessions:
         for match in self.directory.find(owner, self._prompt_of(request)):
             if match.shared <= more_than:
                 break  # the remaining sessions share at most as many tokens
+            if not (match.ready or self._responds):
+                continue
             if whole and match.session.compaction is not None:
                 continue
             tokens = self._restorable(request, match)
             if tokens > more_than:
                 best, more_than = replace(match, tokens=tokens), tokens
         return best
+
+    @property
+    def _responds(self) -> bool:
+        """Whether requests may wait for session files."""
+        return self._store is None or self._store.responds
 
     def _prompt_of(self, request: Any) -> Tokens:
         """Token IDs of the prompt; cached, because each attempt needs them."""
@@ -211,6 +307,8 @@ class SchedulerSessions:
     def start(self, request: Any, admission: Admission) -> None:
         """Load the session of a request that has its blocks, if it continues one."""
         match = admission.match
+        if self._store is not None:
+            self._store.stop_waiting(request.request_id)
         if match is None:
             self.directory.stop_waiting(request.request_id)
             if not request.num_preemptions and uses_sessions(request.sampling_params):
@@ -240,6 +338,8 @@ class SchedulerSessions:
             Bytes of the session; 0: none is saved.
         """
         self.directory.stop_waiting(request.request_id)
+        if self._store is not None:
+            self._store.stop_waiting(request.request_id)
         tokens = min(request.num_computed_tokens, request.num_tokens)
         if (
             tokens < self._manager.block_size
@@ -287,21 +387,29 @@ class SchedulerSessions:
         patched = (
             requested_patched_prompt(request.sampling_params) if compaction else ()
         )
+        owner = owner_of(request, patched, self._shared_blocks(request))
+        ids = _token_ids(request.all_token_ids[:tokens])
         session = Session(
-            session_id=uuid.uuid4().hex,
-            owner=owner_of(request, patched, self._shared_blocks(request)),
-            tokens=_token_ids(request.all_token_ids[:tokens]),
+            session_id=self._new_id(owner, ids),
+            owner=owner,
+            tokens=ids,
             compaction=compaction,
             num_bytes=page_bytes + query_bytes + host_bytes,
             first_query=first_query,
         )
         if not self.directory.save(session, request.request_id, _block_ids(blocks)):
             return 0
+        if self._store is not None:
+            self._store.add_known(session.session_id)
         if host_bytes:
             self._host.hold_session(session.session_id, host_bytes)
         if self._keeps_on_device:
             self._manager.device_sessions.add(session.session_id, blocks)
         return session.num_bytes
+
+    def _new_id(self, owner: str, tokens: Tokens) -> str:
+        """A unique ID, from which other replicas find the session."""
+        return uuid.uuid4().hex if self._store is None else new_id(owner, tokens)
 
     # -- metrics ----------------------------------------------------------------
 
@@ -310,6 +418,9 @@ class SchedulerSessions:
         directory, counts = self.directory, asdict(self.directory.counts)
         new = {name: n - self._reported_counts[name] for name, n in counts.items()}
         self._reported_counts = counts
+        failures = self._store.failures if self._store else self._reported_failures
+        new["store_failures"] = failures - self._reported_failures
+        self._reported_failures = failures
         return {
             "sessions": directory.num_sessions,
             "session_bytes": directory.held_bytes,
@@ -321,7 +432,7 @@ class SchedulerSessions:
         return int(-(-tokens // self._manager.block_size))
 
 
-def _scan(files: SessionFolder | None) -> Scan:
+def _scan(files: SessionFiles | None) -> Scan:
     """Prepare the folder and find its sessions; logs what is skipped."""
     if files is None:
         return Scan()
@@ -332,11 +443,59 @@ def _scan(files: SessionFolder | None) -> Scan:
     return scan
 
 
-def _described(files: SessionFolder | None, disk_bytes: int | None) -> str:
+def _opened_store(
+    files: SessionFiles, settings: SessionSettings, min_tokens: int
+) -> ReplicaSessions:
+    """The store of ``session_url``.
+
+    Raises:
+        KVPolicyError: it cannot be written to, for a reason that will not pass.
+    """
+    problem = start_up_problem(files.storage)
+    if problem is not None:
+        logger.warning("%s", coded("KVP316", f"{problem}; sessions are not shared yet"))
+    return ReplicaSessions(
+        files,
+        min_tokens,
+        settings.session_refresh_s,
+        settings.session_lookup_s,
+        settings.session_max_age_s,
+        settings.session_index_memory // 2,  # look-ups find others
+    )
+
+
+def _shared(
+    store: ReplicaSessions | None, settings: SessionSettings
+) -> SharedStore | None:
+    if store is None:
+        return None
+    return SharedStore(
+        settings.session_index_memory,
+        settings.session_load_s,
+        on_unloadable=store.ignore,
+        on_late=store.note_late_read,
+    )
+
+
+def _both(
+    release: Callable[[str], None], store: ReplicaSessions | None
+) -> Callable[[str], None]:
+    """What to call when a session leaves the directory."""
+    if store is None:
+        return release
+
+    def on_forgotten(session_id: str) -> None:
+        release(session_id)
+        store.forget(session_id)
+
+    return on_forgotten
+
+
+def _described(files: SessionFiles | None, disk_bytes: int | None) -> str:
     if files is None:
         return "none"
     limit = "without a limit" if disk_bytes is None else f"up to {disk_bytes >> 20} MiB"
-    return f"{limit} in {files.folder}"
+    return f"{limit} in {files.storage.location}"
 
 
 def _query_bytes_per_token(vllm_config: Any, dtype: SessionDtype) -> int:
@@ -359,6 +518,11 @@ def _can_use_sessions(request: Any) -> bool:
         and request.sampling_params is not None
         and uses_sessions(request.sampling_params)
     )
+
+
+def _may_continue(request: Any) -> bool:
+    """Whether a request may continue a session."""
+    return _can_use_sessions(request) and not request.skip_reading_prefix_cache
 
 
 def _token_ids(tokens: Any) -> Tokens:

@@ -117,6 +117,7 @@ def finish_config(
             ),
             *validation.fp8_problems(vllm_config, policy),
             *session_config.fp8_problems(request, vllm_config.cache_config.cache_dtype),
+            *session_config.store_problems(request, policy),
             *validation.softcap_problems(policy, vllm_config.model_config),
             *_shape_problems(vllm_config, policy),
             *speculation.problems(

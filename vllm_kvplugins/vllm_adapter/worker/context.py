@@ -92,9 +92,12 @@ class WorkerContext:
             return cls(runtime)
         store = SessionStore(
             Transfer(runtime, settings.session_dtype),
-            session_config.session_folder(vllm_config),
+            session_config.session_files(vllm_config),
             vllm_config.parallel_config.rank,
             policy.retrieval is not None,
+            # One connection to an object store is slower than a disk.
+            num_readers=1 if settings.session_url is None else 4,
+            num_writers=1 if settings.session_url is None else 2,
         )
         return cls(runtime, store)
 
