@@ -63,6 +63,13 @@ def test_tokens_are_those_without_drafts(tiny_model, name):
     assert name == "full" or run["compactions"] >= len(lengths)
 
 
+def test_a_device_selects_for_each_draft(tiny_model):
+    device = {"index": "device", "host_memory": "64MiB"}
+    run = speculate(tiny_model, settings_of("icecache") | device)
+    check(run)
+    assert run["compactions"] >= len(LENGTHS)
+
+
 @pytest.mark.slow
 def test_layers_that_keep_all_tokens_attend_to_them(tiny_model):
     """The stock kernel attends there, also in steps whose rows all have drafts."""
