@@ -48,7 +48,7 @@ CODES: dict[str, str] = {
     "KVP030": "the policy does not support float16",
     "KVP031": "the policy cannot undo the model's RoPE",
     "KVP032": "the packages for episodes are not installed",
-    "KVP033": "host_fetch 'direct' cannot work here",
+    "KVP033": "host_fetch 'direct' or index 'device' cannot work here",
     "KVP034": "the policy does not support sessions",
     "KVP035": "the policy does not support session files",
     "KVP036": "the policy has no setting of this name",
@@ -94,6 +94,8 @@ CODES: dict[str, str] = {
     "KVP139": "check-policy: all scores are equal",
     "KVP140": 'icecache: `fetch: "pages"` with `index: "codes"`',
     "KVP141": "host_dtype 'int8' or 'int4' with host_fetch 'direct'",
+    "KVP142": 'icecache: `index: "device"` without host_memory',
+    "KVP143": 'icecache: `index: "device"` with a setting of a search on the host',
     # 200-299: worker and attention
     "KVP201": "a policy's `score` did not return one float per slot",
     "KVP202": "the KV caches of the layers are not one allocation",

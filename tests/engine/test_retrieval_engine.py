@@ -15,6 +15,7 @@ pytestmark = pytest.mark.engine
 RETRIEVERS = policies_that(retrieve)
 QUICK = ("icecache", "omnikv", "quest")  # in the default tier, where they take longest
 SMALL = {"skip_layers": 1, "sinks": 16, "window": 32}
+ON_DEVICE = {"name": "icecache", "index": "device", "host_memory": "64MiB", **SMALL}
 LENGTHS = [100, 700, 1500]
 _ALL = os.environ.get("KVP_TEST_TIER") == "all"
 ROUNDS, SAMPLES = (40, 6) if _ALL and not INTERPRETED else (20, 3)
@@ -29,6 +30,38 @@ def test_fetching_everything_is_stock(tiny_model, name):
     policy = {"name": name, **SMALL, "budget": 1600}
     whole = run_scenario("scenarios_tiny:answers", arguments | {"policy": policy})
     assert whole["tokens"] == stock["tokens"]
+
+
+def test_a_device_that_fetches_everything_is_stock(tiny_model):
+    """Selected by the device, which is the CPU here. Chunks of prompts, and a prompt in
+    blocks whose tokens attend to host memory.
+    """
+    arguments = {"model": tiny_model, "lengths": LENGTHS, "max_tokens": 60}
+    stock = run_scenario("scenarios_tiny:answers", arguments | {"policy": None})
+    for more in ({}, {"prefill_block": 256}):
+        policy = ON_DEVICE | {"budget": 1600} | more
+        whole = run_scenario("scenarios_tiny:answers", arguments | {"policy": policy})
+        assert whole["tokens"] == stock["tokens"], more
+
+
+def test_a_device_answers_as_the_host(tiny_model):
+    """With a fifth of the tokens, codes on the device and exact keys on the host choose
+    the same often enough that most answers are the same. Random weights make a chaotic
+    model: one other token changes all that follow.
+    """
+    prompts = [random_tokens(seed, 300, VOCABULARY) for seed in range(6)]
+    runs = {}
+    for policy in (ON_DEVICE, {"name": "exact-topk", **SMALL}):
+        arguments = {"model": tiny_model, "prompts": prompts, "max_tokens": 40}
+        runs[policy["name"]] = run_scenario(
+            "scenarios_retrieval:host_memory",
+            arguments | {"policy": policy | {"budget": 64}},
+        )
+    device, host = runs["icecache"], runs["exact-topk"]
+    same = [device["tokens"][name] == host["tokens"][name] for name in "012345"]
+    print(same)
+    assert sum(same) >= 4
+    assert device["reserved"] == host["reserved"], "codes are not on the host"
 
 
 def test_resident_memory_stays_flat(tiny_model):
@@ -109,7 +142,8 @@ def test_traffic_leaves_nothing_behind(tiny_model):
             "policies": {
                 name: {"name": name, **SMALL, "budget": 64}
                 for name in (RETRIEVERS if _ALL else QUICK)
-            },
+            }
+            | {"on the device": ON_DEVICE | {"budget": 64}},
             "seed": 3,
             "rounds": ROUNDS,
             "samples": SAMPLES,

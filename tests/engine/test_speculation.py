@@ -64,6 +64,13 @@ def test_tokens_are_those_without_drafts(tiny_model, name):
     assert name == "full" or run["compactions"] >= len(lengths)
 
 
+def test_a_device_selects_for_each_draft(tiny_model):
+    device = {"index": "device", "host_memory": "64MiB"}
+    run = speculate(tiny_model, settings_of("icecache") | device)
+    check(run)
+    assert run["compactions"] >= len(LENGTHS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["full", "snapkv", "flowkv", "h2o", "icecache", "sekv"]

@@ -135,9 +135,15 @@ class Event:
         SimulatedGPU.active.host.over(self.reads)
 
     def query(self) -> bool:
-        """Whether all marked reads have ended, each when the host waited for it."""
+        """Whether all marked reads have ended, each when the host waited for it.
+
+        Then the marked copies have arrived, too.
+        """
         assert SimulatedGPU.active is not None
-        return not SimulatedGPU.active.host.under_way(self.reads)
+        if SimulatedGPU.active.host.under_way(self.reads):
+            return False
+        SimulatedGPU.active.arrive(self.sent)
+        return True
 
     def wait(self, stream: Any = None) -> None:
         """Make a stream wait for this event."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from vllm_kvplugins.engine.retrieval import device_selector
 from vllm_kvplugins.ops import host_fetch, hot_set, torch_ops
 from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 
@@ -21,6 +22,7 @@ HOST_SEAMS = [
     (host_fetch, "unpin"),
     (host_fetch, "direct_problem"),
     (hot_set, "fetch_tokens"),
+    (device_selector, "fetch_rows"),
 ]
 
 
@@ -80,12 +82,31 @@ class SimulatedHost:
         key_rows: Any,
         value_rows: Any,
     ) -> None:
+        places = pages.numbers, slots.numbers
+        self._read(kv, places, rows, key_rows.numbers, value_rows.numbers)
+
+    def fetch_rows(
+        self, kv: PagedKV, host_pages: torch.Tensor, rows: Any, pages: Any, slots: Any
+    ) -> None:
+        new = rows.numbers >= 0
+        keys = rows.numbers[new]
+        flat = host_pages.view(-1, host_pages.shape[3])
+        places = pages.numbers[new], slots.numbers[new]
+        self._read(kv, places, flat, keys, keys + host_pages.shape[2])
+
+    def _read(
+        self,
+        kv: PagedKV,
+        places: tuple[torch.Tensor, torch.Tensor],
+        rows: torch.Tensor,
+        key_rows: torch.Tensor,
+        value_rows: torch.Tensor,
+    ) -> None:
         assert type(rows) is torch.Tensor, "rows must be on the host"
-        ids = torch.cat([key_rows.numbers, value_rows.numbers])
+        ids = torch.cat([key_rows, value_rows])
         contents = rows[ids]
         self._require_pinned(rows, ids)
         keys, values = contents.split(len(key_rows))
-        places = pages.numbers, slots.numbers
         # Later operations on the heap follow in the order of the stream.
         layout, heap = kv.layout, cast(Any, kv.pages)
         own = PageLayout(layout.block_size, layout.head_dim, *tables(layout))

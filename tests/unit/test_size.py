@@ -82,6 +82,7 @@ def test_request_figuresof_snapkv_on_an_8b_model(folder):
     }
     request_figures = result["request"]
     assert request_figures.pop("host_bytes") == 0
+    assert request_figures.pop("device_bytes") == 0
     blocks = {key: amounts["blocks"] for key, amounts in request_figures.items()}
     assert blocks == {
         "full": 1032,

@@ -45,6 +45,13 @@ def test_kernels():
     assert run_suite("kernel_suite.py", **environment) >= 48
 
 
+def test_kernels_that_select():
+    """Votes, swaps and fetches, where attention runs above."""
+    pytest.importorskip("triton")
+    environment = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    assert run_suite("selection_kernel_suite.py", **environment) >= 46
+
+
 def test_kernels_on_torch():
     """The kernels' source on torch, which also runs whole engines."""
     pytest.importorskip("triton")
@@ -63,6 +70,7 @@ def test_a_simulated_gpu():
     assert run_suite("simulated_gpu_suite.py") >= 34
     assert run_suite("simulated_host_suite.py") >= 13
     assert run_suite("simulated_direct_suite.py") >= 18
+    assert run_suite("simulated_selection_suite.py") >= 5
 
 
 def test_simulated_graphs():

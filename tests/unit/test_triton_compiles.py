@@ -22,9 +22,11 @@ pytest.importorskip("triton.backends.nvidia.compiler")
 import triton
 from triton.backends.compiler import GPUTarget
 
+from vllm_kvplugins.ops import code_select
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 from vllm_kvplugins.ops.triton import clusters, paged_attention
+from vllm_kvplugins.ops.triton import code_select as triton_code_select
 from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
 
 pytestmark = [
@@ -34,7 +36,7 @@ pytestmark = [
     ),
 ]
 # shared memory in bytes per program, by compute capability
-SHARED = {90: 227 << 10, 80: 163 << 10}
+SHARED = {100: 227 << 10, 90: 227 << 10, 80: 163 << 10}
 BF16, FP32 = torch.bfloat16, torch.float32
 HEADS, GROUP = 2, 4
 
@@ -88,6 +90,7 @@ def kernels(request, monkeypatch):
     for module, names in (
         (paged_attention, ("attend", "merge")),
         (clusters, ("_assign", "_look_up")),
+        (triton_code_select, ("score", "vote", "swap", "fetch")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, Compiled(getattr(module, name), compiled))
@@ -181,6 +184,71 @@ def test_clusters(kernels, head_dim, masked):
         torch.ones(2, 70, dtype=torch.bool) if masked else None,
     )
     assert_fits(kernels, 90, ["_assign", "_look_up"])
+
+
+def select(
+    group: int = 4,
+    head_dim: int = 128,
+    requests: int = 2,
+    pages: int = 5,
+    width: int = 7,
+    dtype: torch.dtype = BF16,
+) -> None:
+    """Votes, swaps and fetches; only shapes, types and addresses matter."""
+    longs = functools.partial(torch.zeros, dtype=torch.int64)
+    codes = torch.zeros(9, 16, head_dim, dtype=torch.int8)
+    keys = code_select.KeyCodes(codes, torch.zeros(9, 16))
+    host = code_select.HostRequests(longs(requests, HEADS, pages), longs(requests))
+    votes = triton_code_select.code_votes(
+        torch.zeros(requests, HEADS, group, head_dim, dtype=dtype),
+        torch.zeros(requests, HEADS, head_dim),
+        keys,
+        host,
+        head_dim**-0.5,
+    )
+    held = longs(requests, HEADS, width + 3)
+    hot = code_select.HotTokens(held, longs(requests), longs(requests), width)
+    rows, _ = triton_code_select.swap_tokens(votes, 16, host, hot)
+    kv = PagedKV(
+        torch.zeros(3, 16 * 2 * head_dim, dtype=dtype),
+        PageLayout.interleaved(16, head_dim),
+    )
+    host_pages = torch.zeros(9, 2, 16, head_dim, dtype=dtype)
+    triton_code_select.fetch_rows(kv, host_pages, rows, rows, rows)
+
+
+SELECTION = ["score", "vote", "swap", "fetch"]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "case"),
+    [
+        (80, {}),
+        (90, {}),
+        (100, {}),
+        (90, {"head_dim": 64, "group": 1, "dtype": FP32}),
+        (80, {"head_dim": 256, "group": 40}),
+        (100, {"head_dim": 96, "dtype": torch.float16}),
+    ],
+    indirect=["kernels"],
+    ids=str,
+)
+def test_selection(request, kernels, case):
+    select(**case)
+    assert_fits(kernels, request.node.callspec.params["kernels"], SELECTION)
+
+
+def test_selection_of_all_steps_shares_kernels(kernels):
+    for requests, pages, width in ((1, 1, 1), (2, 16, 16), (16, 33, 256)):
+        select(requests=requests, pages=pages, width=width)
+    assert len({id(kernel) for kernel in kernels}) == len(SELECTION)
+
+
+def test_codes_meet_in_tensor_cores_and_rows_cross_the_bus_in_wide_loads(kernels):
+    select()
+    ptx = {kernel.metadata.name: kernel.asm["ptx"] for kernel in kernels}
+    assert re.search(r"mma.*\.s32\.s8\.s8\.s32", ptx["score"])
+    assert "ld.global.v4.b32" in ptx["fetch"]
 
 
 def test_a_server_s_steps_share_a_kernel(kernels):

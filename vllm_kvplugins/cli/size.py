@@ -208,11 +208,20 @@ def _memory(
     block_bytes = memory.block_bytes
     storage = policy.host_storage
     host_bytes = storage.host_bytes(tokens, memory.geometry) if storage else 0
+    device_bytes = reserved = 0
+    if policy.retrieval is not None:
+        device_bytes = policy.retrieval.device_bytes(tokens, memory.geometry)
+        reserved = policy.retrieval.reserved_device_bytes(memory.geometry)
     host_limit = storage.host_memory_bytes if storage else None
     host_requests = host_limit // host_bytes if host_limit and host_bytes else None
     own, stock_own = request.without(shared_blocks), stock.without(shared_blocks)
     return {
-        "request": {**_amounts(request, block_bytes), "host_bytes": host_bytes},
+        "request": {
+            **_amounts(request, block_bytes),
+            "host_bytes": host_bytes,
+            "device_bytes": device_bytes,
+        },
+        "reserved_device_bytes": reserved,
         "stock_request": _amounts(stock, block_bytes),
         "wanted": {
             "requests": requests,
@@ -407,12 +416,20 @@ def _print(console: Console, figures: dict[str, Any]) -> None:
         table.add_row(label, *cells)
     if request["host_bytes"]:
         table.add_row("host memory, maximum", "", amount(request["host_bytes"]))
+    if request["device_bytes"]:
+        used = amount(request["device_bytes"])
+        table.add_row("device memory, codes", "", used)
     console.print(table)
     if figures["shared_blocks"]:
         shared = figures["shared_blocks"]
         console.print(
             f"all requests hold {shared:,} of these blocks once "
             f"({amount(shared * figures['block_bytes'])}), also with stock vLLM"
+        )
+    if figures["reserved_device_bytes"]:
+        console.print(
+            f"{amount(figures['reserved_device_bytes'])} of device memory next to the "
+            "pool are allocated at start-up, in proportion to host_memory"
         )
     for line in (*_requested_lines(figures["wanted"]), *_pool_lines(figures)):
         console.print(line)

@@ -56,6 +56,12 @@ class AsyncHostCopy:
             self._event.synchronize()
         return self._host
 
+    def poll(self) -> torch.Tensor | None:
+        """The tensor on the host if it has arrived, else None. Does not wait."""
+        if self._event is None or self._event.query():
+            return self._host
+        return None
+
     @property
     def event(self) -> torch.cuda.Event | None:
         """The event after the copy, on the stream that was current; None on a CPU."""

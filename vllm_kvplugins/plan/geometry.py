@@ -20,8 +20,8 @@ class Geometry:
         num_kv_heads: KV heads per layer on this rank.
         kv_bytes_per_token: bytes of keys and values of one token, over all layers and
             the KV heads of all ranks.
-        head_dim: elements of a key, or of a value, of one KV head. Only the size of
-            quantized tokens (``host_dtype``) depends on it.
+        head_dim: elements of a key, or of a value, of one KV head. Only the sizes of
+            quantized tokens (``host_dtype``) and of codes on a device depend on it.
         element_bytes: bytes of such an element; as ``head_dim``.
     """
 
@@ -31,6 +31,14 @@ class Geometry:
     kv_bytes_per_token: int
     head_dim: int | None = None
     element_bytes: int | None = None
+
+    @property
+    def rank_share(self) -> float:
+        """This rank's part of the cache. Needs ``head_dim`` and ``element_bytes``."""
+        assert self.head_dim is not None
+        assert self.element_bytes is not None
+        rows = 2 * self.num_layers * self.num_kv_heads
+        return rows * self.head_dim * self.element_bytes / self.kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 
 from vllm_kvplugins.errors import coded
-from vllm_kvplugins.index import CodedIndex, DCIIndex, KeyIndex, Keys
+from vllm_kvplugins.index import (
+    CodedIndex,
+    CodeScan,
+    DCIIndex,
+    DeviceSelection,
+    KeyIndex,
+    Keys,
+)
 from vllm_kvplugins.index.compiled import extension_problem
 from vllm_kvplugins.policies.retrieval import (
     Retriever,
@@ -65,6 +73,8 @@ class IceCache(Retriever):
     - The index compares codes of one byte per dimension (``CodedIndex``), which is
       faster and finds more than the paper's DCI tree. ``index: "dci"`` uses the tree;
       see ``DCIIndex`` for differences there.
+    - ``index: "device"`` keeps codes on the device, which scans all of them. The host
+      then takes no part in a decode step.
     - The budget is spent on the keys that the index finds. The paper fetches their
       whole pages, so neighbors fill most of the budget. ``fetch: "pages"`` does the
       same with the tree; it cuts the last page so that the hot slots are exactly full.
@@ -78,11 +88,13 @@ class IceCache(Retriever):
         "keeps all tokens on the host; an index of similar keys finds those to fetch"
     )
 
-    index: Literal["auto", "dci", "codes"] = Field(
+    index: Literal["auto", "dci", "codes", "device"] = Field(
         default="auto",
         description="How to find keys: the tree of the paper (dci); one-byte codes, "
-        "scanned below 4096 tokens and in pages of similar keys above (codes); or "
-        "codes unless pages are fetched, which are the tree's (auto).",
+        "scanned below 4096 tokens and in pages of similar keys above (codes); "
+        "codes unless pages are fetched, which are the tree's (auto); or one-byte "
+        "codes of all keys on the GPU, which selects and fetches without the host "
+        "(device; needs host_memory, and device memory in proportion to it).",
     )
     page_tokens: int = Field(
         default=16, ge=1, description="Maximum number of tokens per page of the tree."
@@ -113,7 +125,9 @@ class IceCache(Retriever):
     def problems(self) -> list[str]:
         reasons = super().problems()
         missing = extension_problem()
-        if missing:
+        if self.index == "device":
+            reasons += self._device_problems()
+        elif missing:
             reasons.append(
                 coded(
                     "KVP403",
@@ -133,20 +147,50 @@ class IceCache(Retriever):
             )
         return reasons
 
+    def _device_problems(self) -> Iterator[str]:
+        """Settings that do not go with ``index: "device"``."""
+        if self.host_memory is None:
+            yield coded(
+                "KVP142",
+                "index 'device' allocates device memory for the codes of host_memory, "
+                "which is not set; set it, for example to '8GiB' (kvplugins size shows "
+                "what a request then needs)",
+            )
+        for name, value, why in (
+            ("fetch", "tokens", "has no pages of similar keys"),
+            ("prefetch", "off", "has no search on the host to run ahead"),
+            ("host_dtype", "auto", "lets the device read host memory as it is"),
+            ("lazy_index", False, "has no index to build"),
+        ):
+            if getattr(self, name) != value:
+                yield coded(
+                    "KVP143",
+                    f"index 'device' {why}, and {name} is {getattr(self, name)!r}; set "
+                    f"{name} to {value!r} or index to 'auto'",
+                )
+
+    @property
+    def device_selection(self) -> DeviceSelection | None:
+        if self.index != "device":
+            return None
+        return DeviceSelection(self.host_page_tokens, "index 'device'", "index 'auto'")
+
     @property
     def index_share(self) -> float:
         """Of keys and values with 64 channels; less with more channels.
 
         The tree takes 47 %. Codes take 29 %, and up to 43 % with few tokens, because
-        memory is allocated in slabs.
+        memory is allocated in slabs. Those of ``index: "device"`` are on the device.
         """
-        return 0.5
+        return 0.0 if self.index == "device" else 0.5
 
     @property
     def builds_lazily(self) -> bool:
         return self.lazy_index
 
     def new_index(self, num_kv_heads: int, head_dim: int) -> KeyIndex:
+        if self.index == "device":
+            return CodeScan(num_kv_heads, head_dim)
         if self.index == "codes" or (self.index == "auto" and self.fetch == "tokens"):
             return CodedIndex(num_kv_heads, head_dim, max_visits=self.max_visits)
         tree = DCIIndex(

@@ -24,7 +24,13 @@ from pydantic import BeforeValidator, Field
 
 from vllm_kvplugins.budgets import Budget, PageAllocator, parse_bytes
 from vllm_kvplugins.errors import coded
-from vllm_kvplugins.index import BruteForceIndex, KeyIndex, Keys, select
+from vllm_kvplugins.index import (
+    BruteForceIndex,
+    DeviceSelection,
+    KeyIndex,
+    Keys,
+    select,
+)
 from vllm_kvplugins.ops.quantized_rows import BITS, QuantizedRows
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.residency_plan import (
@@ -219,6 +225,39 @@ class Retriever(KVCachePolicy):
         whatever ``host_dtype`` is."""
         in_bfloat16 = 2 * self.offloaded_bytes(tokens, geometry)
         return int(in_bfloat16 // (geometry.element_bytes or 2) * self.index_share)
+
+    @property
+    def device_selection(self) -> DeviceSelection | None:
+        """How the device selects tokens itself; None: the host selects, with indices.
+
+        The device then scores codes of all keys, and neither ``new_index`` nor
+        ``select`` is called.
+        """
+        return None
+
+    def device_bytes(self, tokens: int, geometry: Geometry) -> int:
+        """Device memory outside vLLM's pool that a request uses with this many tokens,
+        on all ranks; 0 if the host selects."""
+        return self._code_bytes(self.offloaded_bytes(tokens, geometry), geometry)
+
+    def reserved_device_bytes(self, geometry: Geometry) -> int:
+        """Device memory outside vLLM's pool that is allocated at start-up, on all
+        ranks; 0 if the host selects.
+
+        Every page of host memory has room for its codes, so that requests which fit in
+        host memory also fit here.
+        """
+        return self._code_bytes(self.host_memory or 0, geometry)
+
+    def _code_bytes(self, stored_bytes: int, geometry: Geometry) -> int:
+        """Bytes of the codes of host pages with this many bytes."""
+        if self.device_selection is None:
+            return 0
+        dim, element_bytes = geometry.head_dim, geometry.element_bytes
+        assert dim is not None, "whoever plans device memory knows the size of keys"
+        assert element_bytes is not None
+        pages = stored_bytes // (2 * self.host_page_tokens * dim * element_bytes)
+        return pages * self.device_selection.page_bytes(dim)
 
     @abstractmethod
     def new_index(self, num_kv_heads: int, head_dim: int) -> KeyIndex:

@@ -13,13 +13,17 @@ The tokens of a row that verifies drafts share the row's hot slots, so they atte
 after the other (``attend``): each selects with its own query, as without speculation.
 Tokens of a prompt attend to all earlier tokens (``prompt_rows``).
 
-The host selects, on every device. On a GPU, queries are copied to the host. The
-selected tokens are copied back in one transfer, or the GPU reads them itself
-(``host_fetch``). The tables that map hot slots to tokens are on the host.
+The host selects, on every device. On a GPU, queries are copied to the host, which waits
+for them. The selected tokens are copied back in one transfer, or the GPU reads them
+itself (``host_fetch``). The tables that map hot slots to tokens are on the host.
+
+If the policy has a ``device_selection``, the device does all of this instead, and the
+host does not wait (``device_selector``).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
@@ -29,6 +33,7 @@ from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.nth_tokens import NthTokens, rounds_of
 from vllm_kvplugins.engine.recorded_run import Fetch
 from vllm_kvplugins.engine.requests import DueCompaction, PageList, Row
+from vllm_kvplugins.engine.retrieval.device_selector import DeviceSelector
 from vllm_kvplugins.engine.retrieval.host_tier import tier_for
 from vllm_kvplugins.engine.retrieval.hot_slots import HotSlots
 from vllm_kvplugins.engine.retrieval.indexing import Indexer
@@ -78,13 +83,16 @@ class RetrievalController(StepExtension):
         self._heap = heap
         self._scales, self._rules = scales, list(rules)
         self.tier = tier_for(policy, heap, share)
+        on_device = policy.device_selection is not None
+        selects_on = heap.pages.device if on_device else torch.device("cpu")
         self._hot_slots = {
-            layer: HotSlots.empty(heap.num_kv_heads)
+            layer: HotSlots.empty(heap.num_kv_heads, selects_on)
             for layer in range(policy.skip_layers, heap.num_layers)
         }
+        self._device = self._new_device_selector()
         self._indexer = Indexer(policy, self._count_failure)
         self._offload_queue = OffloadQueue(
-            heap, self.tier, self._hot_slots, self._indexer
+            heap, self.tier, self._hot_slots, self._indexer, self._device
         )
         self._requests: dict[str, Offloaded] = {}
         # States of ended requests, for the requests that continue their sessions.
@@ -101,15 +109,34 @@ class RetrievalController(StepExtension):
         self._pending: list[tuple[Batch, int, Future[Fetched]]] = []
         # Not yet in the traffic. One sum per read is cheaper than one per layer.
         self._copied: list[torch.Tensor] = []
+        # Sums on their way to the host.
+        self._sums: deque[AsyncHostCopy] = deque()
         # Requests whose compaction at the end of this step offloads tokens.
         self._offloading: list[tuple[DueCompaction, PageList]] = []
 
+    def _new_device_selector(self) -> DeviceSelector | None:
+        policy, heap, tier = self._policy, self._heap, self.tier
+        selection = policy.device_selection
+        if selection is None:
+            return None
+        store = selection.new_store(
+            len(tier.pages), heap.layout.head_dim, heap.pages.device
+        )
+        selecting = filter(policy.selects, self._hot_slots)
+        return DeviceSelector(store, heap, tier, self._hot_slots, selecting)
+
     @property
     def traffic(self) -> Traffic:
-        """Counts since the last ``take_traffic``."""
+        """Counts since the last ``take_traffic``.
+
+        Where a GPU selects, tokens count as fetched when their number has arrived.
+        """
         copied, self._copied = self._copied, []
         if copied:
-            self._traffic.fetched += int(torch.cat(copied).sum())
+            self._sums.append(AsyncHostCopy(torch.cat(copied).sum()))
+        while self._sums and (arrived := self._sums[0].poll()) is not None:
+            self._traffic.fetched += int(arrived)
+            self._sums.popleft()
         return self._traffic
 
     def take_traffic(self) -> Traffic:
@@ -148,7 +175,7 @@ class RetrievalController(StepExtension):
         heads, dim = self._heap.num_kv_heads, self._heap.layout.head_dim
         if layer not in state.pages:
             state.pages[layer] = torch.empty(heads, 0, dtype=torch.int64)
-            if self._policy.selects(layer):
+            if self._device is None and self._policy.selects(layer):
                 state.layers[layer] = self._indexer.new_layer(heads, dim)
         start = offloaded.start + first
         if start < offloaded.stop:
@@ -192,13 +219,14 @@ class RetrievalController(StepExtension):
         state = self._requests.get(request_id)
         if state is None:
             return
-        heads, here = self._heap.num_kv_heads, positions.cpu()
+        heads = self._heap.num_kv_heads
+        here = positions if self._device is not None else positions.cpu()
         for layer, count in state.hot.items():
             hot_slots = self._hot_slots[layer]
             rows = here[layer * heads : (layer + 1) * heads]
             token = hot_slots.hot_tokens(state.slot_index) + self._policy.sinks
             place = hot_slots.place[state.slot_index, :, :count]
-            rows.scatter_(1, place, token.to(positions.dtype))
+            rows.scatter_(1, moved(place, here.device), token.to(positions.dtype))
         if here is not positions:
             positions.copy_(moved(here, positions.device))
 
@@ -237,8 +265,14 @@ class RetrievalController(StepExtension):
             query = (first[:, None] + selecting).flatten()
             query = moved(query, self._heap.pages.device)
             self._batches.append(
-                Batch(
-                    states, torch.tensor(slot_indices), slot_indices, query, prefetched
+                self._begun(
+                    Batch(
+                        states,
+                        torch.tensor(slot_indices),
+                        slot_indices,
+                        query,
+                        prefetched,
+                    )
                 )
             )
         for state in self._requests.values():
@@ -253,8 +287,13 @@ class RetrievalController(StepExtension):
             states = [self._requests[row.request_id] for row in active]
             indices = tuple(state.slot_index for state in states)
             batch = Batch(states, torch.tensor(indices), indices, tokens.queries)
-            rounds.append((tokens, batch))
+            rounds.append((tokens, self._begun(batch)))
         return rounds
+
+    def _begun(self, batch: Batch) -> Batch:
+        if self._device is not None:
+            self._device.begin(batch)
+        return batch
 
     @property
     def attends_any(self) -> bool:
@@ -330,7 +369,10 @@ class RetrievalController(StepExtension):
     def _fetch(
         self, batch: Batch, layer: int, queries: torch.Tensor
     ) -> torch.Tensor | None:
-        """int64 [requests]: tokens that had to be copied; None: counted before."""
+        """int64 [requests, ...]: tokens that had to be copied; None: counted before."""
+        if self._device is not None:
+            scale = self._scale_of_stored_keys(layer)
+            return self._device.retrieve(batch, layer, queries, scale)
         if batch.prefetched:
             return None  # counted when the previous step fetched them
         started, batch.next_layer = batch.next_layer, None
@@ -347,7 +389,7 @@ class RetrievalController(StepExtension):
         hot = sum(state.hot[layer] for state in batch.states)
         self._traffic.selected += self._heap.num_kv_heads * hot
         if fetched is not None:
-            self._copied.append(fetched)
+            self._copied.append(fetched.flatten())
 
     def after_layer(self, layer: int, queries: torch.Tensor) -> None:
         """Offload this layer's tokens before a compaction; without one, start to
@@ -446,9 +488,9 @@ class RetrievalController(StepExtension):
         for row, name in enumerate(self._request_ids(batch)):
             state = batch.states[row]
             keys = self.tier.read_keys(state.pages[layer], range(state.tokens))
-            hot, copied = hot_slots.hot_tokens(state.slot_index), None
+            hot, copied = hot_slots.hot_tokens(state.slot_index).cpu(), None
             if fetched is not None:
-                copied = int(fetched[row])
+                copied = int(fetched[row].sum())
             log.add(name, layer, on_host[row], group, keys, hot, scale, copied)
 
     def _request_ids(self, batch: Batch) -> list[str]:
@@ -494,6 +536,8 @@ class RetrievalController(StepExtension):
         self._requests[request_id] = state
         for layer, pages in state.pages.items():
             self._hot_slots[layer].set_pages(state.slot_index, pages)
+        if self._device is not None:
+            self._device.attach(state)
 
     def discard(self, state: Offloaded) -> None:
         """Free detached host tokens that no request will attach."""
@@ -505,6 +549,18 @@ class RetrievalController(StepExtension):
         """Release the host memory. No request may own any of it."""
         self._wait_for_pending()
         self.tier.close()
+
+    def device_bytes(self, request_id: str) -> int:
+        """Device memory of the request's codes, if the device selects."""
+        state = self._requests.get(request_id)
+        if self._device is None or state is None:
+            return 0
+        return self._device.bytes_of(state)
+
+    @property
+    def allocated_device_bytes(self) -> int:
+        """Device memory of all codes, also of those that no request uses."""
+        return self._device.num_bytes if self._device is not None else 0
 
     def start_log(self) -> bool:
         """Log every fetch from now on."""

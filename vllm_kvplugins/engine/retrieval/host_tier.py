@@ -43,6 +43,7 @@ class HostTier:
         fp8: the dtype of fp8 elements; None: they are plain.
         reader: a GPU that reads pages itself; pages are then pinned before ``take``
             returns them. It cannot read quantized rows.
+        always: the reader has no other way to get tokens, so all pages are pinned now.
 
     Raises:
         RuntimeError: the reader cannot read host memory, or pinning fails.
@@ -57,6 +58,7 @@ class HostTier:
         reader: torch.device | None = None,
         quantized: QuantizedRows | None = None,
         fp8: torch.dtype | None = None,
+        always: bool = False,
     ) -> None:
         coded_rows = quantized is not None or fp8 is not None
         assert reader is None or not coded_rows, "refused at start-up"
@@ -74,6 +76,8 @@ class HostTier:
             self.pages = torch.empty(shape, dtype=dtype)
         else:
             self._arena = PinnedArena(count * self.page_bytes, reader)
+            if always:
+                self._arena.cover_all()
             self.pages = self._arena.memory.view(dtype).view(shape)
         self._fresh = 0
         # released pages and the GPU work that may still read them
@@ -246,15 +250,18 @@ def tier_for(policy: Retriever, heap: Heap, share: float) -> HostTier:
         share: this worker's part of the policy's host memory.
     """
     limit = policy.host_memory_bytes or default_limit_bytes()
-    head_dim = heap.layout.head_dim
+    head_dim, device = heap.layout.head_dim, heap.pages.device
+    # A CPU that selects for itself needs no pinned memory.
+    always = policy.device_selection is not None and device.type != "cpu"
     return HostTier(
         int(limit * share),
         policy.host_page_tokens,
         head_dim,
         heap.pages.dtype,
-        heap.pages.device if policy.host_fetch == "direct" else None,
+        device if always or policy.host_fetch == "direct" else None,
         policy.quantized_rows(head_dim),
         heap.fp8.dtype if heap.fp8 is not None else None,
+        always,
     )
 
 

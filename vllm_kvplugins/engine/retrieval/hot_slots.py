@@ -1,6 +1,7 @@
 """The hot slots of one layer and the tokens in them, for all requests that retrieve.
 
-The tensors cover all requests, so that one call serves a whole step.
+The tensors cover all requests, so that one call serves a whole step. Whoever selects
+knows which tokens are in hot slots, and where: the host, or the device.
 """
 
 from __future__ import annotations
@@ -8,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from vllm_kvplugins.ops.device import moved
+
+_HOST = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -18,7 +23,7 @@ class HotSlots:
         table: int64 [slot indices, num_kv_heads, host pages], pages of the host
             tier; 0 after a request's last page.
         page, slot: int64 [slot indices, num_kv_heads, width], where the hot slots are
-            in the heap.
+            in the heap; like ``token`` on the device that selects.
         token: int64 [slot indices, num_kv_heads, width], index of the host token in
             the slot.
         place: int64 [slot indices, num_kv_heads, width], their column in the
@@ -36,16 +41,22 @@ class HotSlots:
     _tables: tuple[tuple[int, ...], torch.Tensor] | None = None
 
     @staticmethod
-    def empty(num_kv_heads: int) -> HotSlots:
-        def nothing() -> torch.Tensor:
-            return torch.zeros(0, num_kv_heads, 0, dtype=torch.int64)
+    def empty(num_kv_heads: int, device: torch.device = _HOST) -> HotSlots:
+        """No hot slots.
+
+        Args:
+            device: where tokens are selected.
+        """
+
+        def nothing(device: torch.device) -> torch.Tensor:
+            return torch.zeros(0, num_kv_heads, 0, dtype=torch.int64, device=device)
 
         return HotSlots(
-            nothing(),
-            nothing(),
-            nothing(),
-            nothing(),
-            nothing(),
+            nothing(_HOST),
+            nothing(device),
+            nothing(device),
+            nothing(device),
+            nothing(_HOST),
             torch.zeros(0, dtype=torch.int64),
         )
 
@@ -90,18 +101,19 @@ class HotSlots:
         """Replace a request's hot slots, after a compaction.
 
         Args:
-            page, slot, place, token: int64 [num_kv_heads, n]; see the attributes.
+            page, slot, place, token: int64 [num_kv_heads, n], on the host; see the
+                attributes.
         """
         count = page.shape[1]
         self.make_room(slot_index + 1, width=count)
         self.counts[slot_index] = count
-        self.page[slot_index, :, :count] = page
-        self.slot[slot_index, :, :count] = slot
         self.place[slot_index, :, :count] = place
-        self.token[slot_index, :, :count] = token
+        rows = moved(torch.stack([page, slot, token]), self.token.device)
+        for name, row in zip(("page", "slot", "token"), rows, strict=True):
+            getattr(self, name)[slot_index, :, :count] = row
 
     def hot_tokens(self, slot_index: int) -> torch.Tensor:
-        """int64 [num_kv_heads, count], a view."""
+        """int64 [num_kv_heads, count], a view, on the device that selects."""
         return self.token[slot_index, :, : int(self.counts[slot_index])]
 
 

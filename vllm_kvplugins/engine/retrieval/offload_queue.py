@@ -10,6 +10,7 @@ import torch
 
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.requests import PageList
+from vllm_kvplugins.engine.retrieval.device_selector import DeviceSelector
 from vllm_kvplugins.engine.retrieval.host_tier import HostTier
 from vllm_kvplugins.engine.retrieval.hot_slots import HotSlots
 from vllm_kvplugins.engine.retrieval.indexing import Indexer
@@ -25,6 +26,7 @@ class PendingOffload:
     Attributes:
         first: index of the first one among the request's host tokens.
         keys, values: [num_kv_heads, n, head_dim].
+        device_keys: the keys on their device, if it selects.
     """
 
     state: Offloaded
@@ -32,10 +34,11 @@ class PendingOffload:
     first: int
     keys: AsyncHostCopy
     values: AsyncHostCopy
+    device_keys: torch.Tensor | None
 
 
 class OffloadQueue:
-    """Copies tokens to the host tier and starts to index them.
+    """Copies tokens to the host tier and starts to index them, or stores their codes.
 
     On a GPU, a layer's tokens are stored one layer later, while the GPU computes that
     layer (IceCache, figure 5b).
@@ -47,9 +50,11 @@ class OffloadQueue:
         tier: HostTier,
         hot_slots: Mapping[int, HotSlots],
         indexer: Indexer,
+        device: DeviceSelector | None = None,
     ) -> None:
         self._heap, self._tier = heap, tier
         self._hot_slots, self._indexer = hot_slots, indexer
+        self._device = device
         self._pending: list[PendingOffload] = []
 
     def send(
@@ -65,7 +70,12 @@ class OffloadQueue:
         keys, values = read_tokens(self._heap, layer, owned, start, stop)
         self._pending.append(
             PendingOffload(
-                state, layer, state.tokens, AsyncHostCopy(keys), AsyncHostCopy(values)
+                state,
+                layer,
+                state.tokens,
+                AsyncHostCopy(keys),
+                AsyncHostCopy(values),
+                keys if self._device is not None else None,
             )
         )
         if not keys.is_cuda:
@@ -84,6 +94,10 @@ class OffloadQueue:
             self._make_room(each.state, each.layer, each.first + keys.shape[1])
             pages = each.state.pages[each.layer]
             self._tier.write(pages, each.first, keys, values)
+            if self._device is not None and each.device_keys is not None:
+                self._device.append(
+                    each.state, each.layer, each.first, each.device_keys
+                )
             layer = each.state.layers.get(each.layer)
             if layer is None:
                 continue

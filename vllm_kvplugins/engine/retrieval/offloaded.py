@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_kvplugins.engine.retrieval.indexing import OffloadedLayer
+from vllm_kvplugins.index.device_codes import CodeSpace
 from vllm_kvplugins.ops.device import AsyncHostCopy
 
 
@@ -20,7 +21,8 @@ class Offloaded:
         slot_index: its row in the hot slots of every layer.
         tokens: number of tokens on the host; the same in all layers.
         pages: int64 [num_kv_heads, n] per layer, its pages of the host tier.
-        layers: its index per layer that selects.
+        layers: its index per layer that selects; empty if the device selects.
+        spaces: the space of its codes per layer that selects, if the device selects.
         hot: hot slots per KV head, per layer; empty before the first compaction.
         prefetched: its hot slots are being filled for the next step.
     """
@@ -29,8 +31,30 @@ class Offloaded:
     tokens: int = 0
     pages: dict[int, torch.Tensor] = field(default_factory=dict)
     layers: dict[int, OffloadedLayer] = field(default_factory=dict)
+    spaces: dict[int, CodeSpace] = field(default_factory=dict)
     hot: dict[int, int] = field(default_factory=dict)
     prefetched: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class OnDevice:
+    """What a device needs to select for a batch.
+
+    Attributes:
+        slot_indices, lengths: int64 [requests], rows of hot slots, and host tokens.
+        counts: int64 [layers, requests], hot slots.
+        num_tokens: the largest of the lengths.
+        widths: the largest of the counts, per layer.
+        votes: float32 [requests, num_kv_heads, n], for the tokens of the last layer
+            that selected.
+    """
+
+    slot_indices: torch.Tensor
+    lengths: torch.Tensor
+    counts: torch.Tensor
+    num_tokens: int
+    widths: list[int]
+    votes: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -46,6 +70,7 @@ class Batch:
         selected: the tokens that the last anchor layer selected.
         next_layer: the fetch for the next layer, pending on another thread.
         next_step: see :meth:`for_next_step`.
+        on_device: set if the device selects.
     """
 
     states: list[Offloaded]
@@ -56,6 +81,7 @@ class Batch:
     selected: torch.Tensor | None = None
     next_layer: Future[Fetched] | None = None
     next_step: Batch | None = None
+    on_device: OnDevice | None = None
 
     def for_next_step(self) -> Batch:
         """A batch of the same requests for the helper thread, whose selection for the
@@ -67,7 +93,11 @@ class Batch:
         return self.next_step
 
     def copy_queries(self, queries: torch.Tensor, num_kv_heads: int) -> AsyncHostCopy:
-        """Start to copy the selecting queries of these requests to the host.
+        """Start to copy the selecting queries to the host; see ``selecting``."""
+        return AsyncHostCopy(self.selecting(queries, num_kv_heads))
+
+    def selecting(self, queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+        """The selecting queries of these requests, a copy.
 
         Args:
             queries: [step tokens, num_q_heads, head_dim].
@@ -78,10 +108,10 @@ class Batch:
         requests = len(self.states)
         own = queries.index_select(0, self.query)
         if own.shape[0] == requests:
-            return AsyncHostCopy(own.view(requests, num_kv_heads, -1, own.shape[2]))
+            return own.view(requests, num_kv_heads, -1, own.shape[2])
         group = own.shape[1] // num_kv_heads
         own = own.view(requests, -1, num_kv_heads, group, own.shape[2])
-        return AsyncHostCopy(own.permute(0, 2, 3, 1, 4).flatten(2, 3))
+        return own.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 class Fetched(NamedTuple):

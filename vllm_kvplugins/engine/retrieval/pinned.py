@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from vllm_kvplugins.errors import coded
 from vllm_kvplugins.ops import host_fetch
 from vllm_kvplugins.ops.device import Reads
 
@@ -77,6 +78,26 @@ class PinnedArena:
             sum(map(len, self._pinned)) >> 20,
             problem,
         )
+
+    def cover_all(self) -> None:
+        """Pin the whole buffer, before anything reads it.
+
+        Raises:
+            RuntimeError: it cannot be pinned; the buffer is closed.
+
+        Cost: allocates the physical memory of the whole buffer.
+        """
+        problem = self._cover(len(self._chunks))
+        if problem is not None:
+            self.close()
+            raise RuntimeError(
+                coded(
+                    "KVP033",
+                    f"{len(self.memory) >> 20} MiB of host memory cannot be pinned: "
+                    f"{problem}; lower host_memory, allow this process to lock more "
+                    "memory (ulimit -l), or let the host select tokens",
+                )
+            )
 
     def _cover(self, count: int) -> str | None:
         """Pin the first ``count`` chunks; return the problem, if any."""

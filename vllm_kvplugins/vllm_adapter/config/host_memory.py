@@ -25,8 +25,20 @@ def measured(policy: KVCachePolicy) -> dict[str, int]:
 
 
 def _is_read_directly(policy: KVCachePolicy) -> bool:
+    """Whether a GPU reads host memory itself."""
     retrieval = policy.retrieval
-    return retrieval is not None and retrieval.host_fetch == "direct"
+    return retrieval is not None and (
+        retrieval.host_fetch == "direct" or retrieval.device_selection is not None
+    )
+
+
+def _reason_to_read(policy: KVCachePolicy) -> tuple[str, str]:
+    """The setting that lets a GPU read host memory, and what to set instead."""
+    assert policy.retrieval is not None
+    selection = policy.retrieval.device_selection
+    if selection is not None:
+        return selection.setting, selection.instead
+    return "host_fetch 'direct'", "host_fetch 'staged'"
 
 
 def fetch_problems(policy: KVCachePolicy) -> list[str]:
@@ -36,6 +48,8 @@ def fetch_problems(policy: KVCachePolicy) -> list[str]:
     if not _is_read_directly(policy):
         return []
     if current_platform.is_cpu():
+        if policy.retrieval is None or policy.retrieval.host_fetch != "direct":
+            return []  # a CPU that selects for itself reads its own memory
         return [
             coded(
                 "KVP033",
@@ -46,12 +60,13 @@ def fetch_problems(policy: KVCachePolicy) -> list[str]:
     problem = direct_problem(torch.device("cuda"))
     if problem is None:
         return []
+    reads, instead = _reason_to_read(policy)
     return [
         coded(
             "KVP033",
-            f"host_fetch 'direct' needs this package's CUDA kernels ({problem}); build "
-            "them (KVP_CUDA=ON pip install --no-build-isolation . in the source tree) "
-            "or use 'staged'",
+            f"{reads} needs this package's CUDA kernels ({problem}); build them "
+            "(KVP_CUDA=ON pip install --no-build-isolation . in the source tree) or "
+            f"set {instead}",
         )
     ]
 
@@ -61,19 +76,28 @@ def pinning_problems(policy: KVCachePolicy, device: torch.device) -> list[str]:
 
     Pins one chunk to find out: the limits differ between machines.
     """
-    if not _is_read_directly(policy):
+    if not _is_read_directly(policy) or device.type == "cpu":
         return []
+    reads, instead = _reason_to_read(policy)
     try:
         PinnedArena(CHUNK_BYTES, device).close()
     except RuntimeError as error:
         return [
             coded(
                 "KVP033",
-                f"host_fetch 'direct' needs pinned host memory: {error}; free some "
-                "memory, allow this process to lock it (ulimit -l) or use 'staged'",
+                f"{reads} needs pinned host memory: {error}; free some memory, allow "
+                f"this process to lock it (ulimit -l) or set {instead}",
             )
         ]
     return []
+
+
+def reserved_device_bytes(policy: KVCachePolicy, geometry: Geometry) -> int:
+    """Device memory outside vLLM's pool that this rank allocates at start-up."""
+    if policy.retrieval is None or policy.retrieval.device_selection is None:
+        return 0
+    total = policy.retrieval.reserved_device_bytes(geometry)
+    return int(total * geometry.rank_share)
 
 
 class HostReservations:

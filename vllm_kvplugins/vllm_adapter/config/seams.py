@@ -328,7 +328,9 @@ _ON_GPUS = {
     "vllm.v1.worker.gpu.model_runner:BatchReqState": "req_ids idx_mapping_np",
     "vllm.v1.worker.gpu_worker:Worker": "__init__(vllm_config) init_device() "
     "load_model() get_kv_cache_spec() initialize_from_config(kv_cache_config) "
-    "execute_model(scheduler_output) vllm_config",
+    "execute_model(scheduler_output) determine_available_memory() vllm_config "
+    "cache_config",
+    "vllm.config:CacheConfig": "kv_cache_memory_bytes",
     "vllm.utils.torch_utils": "startup_omp_num_threads(num_local_procs)",
 }
 

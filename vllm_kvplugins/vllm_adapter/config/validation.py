@@ -391,6 +391,10 @@ def _fp8_retrieval_problems(
             f"host_dtype {retriever.host_dtype!r} would quantize elements that are "
             "quantized already (host_dtype 'auto' keeps them as they are)"
         )
+    if (selection := retriever.device_selection) is not None:
+        yield (
+            f"{selection.setting} has not been tried with it ({selection.instead} has)"
+        )
     if vllm_config.speculative_config is not None:
         yield (
             f"the kernel with which {retriever.name} verifies drafts reads plain "

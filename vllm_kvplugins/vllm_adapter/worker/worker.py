@@ -110,6 +110,10 @@ class PolicyWorker:
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
         context = self.kv_policy
+        retrieval = context.runtime.policy.retrieval
+        if retrieval is not None and retrieval.device_selection is not None:
+            # Memory on the device is allocated now, not when a request needs it.
+            context.ensure_heap()
         get_kv_transfer_group().bind_worker(context.runtime, context.session_store)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
