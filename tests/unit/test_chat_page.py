@@ -305,11 +305,16 @@ def test_sessions_are_dropped_only_after_a_question(page, vllm):
 
 
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
-def test_nothing_is_wider_than_the_screen(page, vllm, size):
+def test_an_answer_and_its_facts_are_on_the_screen(page, vllm, size):
     page.set_viewport_size(size)
     vllm.answer = ["word" * 60, "w", *(["more"] * 40)]
     say(page, "long" * 80)
     wait_for_answers(page, 1)
+    shown = page.locator(".fact").last.bounding_box()
+    field = page.locator("#composer").bounding_box()
+    assert 0 < shown["y"] + shown["height"] <= field["y"], "facts are above the field"
+    end = field["y"] + field["height"]
+    assert size["height"] - 40 <= end <= size["height"], "not what is below it"
     page.locator(".counters summary").click()
     width = page.evaluate("document.documentElement.scrollWidth")
     assert width <= size["width"]

@@ -180,7 +180,7 @@ class Proxy:
             self._events(answer),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-store"},
-            # Also when the browser leaves: vLLM then stops generating.
+            # Also if the browser leaves before the first byte. vLLM then stops.
             background=BackgroundTask(answer.aclose),
         )
 

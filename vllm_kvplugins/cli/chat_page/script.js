@@ -255,11 +255,13 @@ function addMessage(role, text) {
   return node;
 }
 
+// The end of the conversation; on phones, the page goes on below it.
 function isAtEnd() {
-  return innerHeight + scrollY > document.documentElement.scrollHeight - 80;
+  const last = byId("messages").lastElementChild;
+  return !last || last.getBoundingClientRect().bottom < innerHeight;
 }
 
-function toEnd() { scrollTo(0, document.documentElement.scrollHeight); }
+function toEnd() { byId("messages").lastElementChild?.scrollIntoView({ block: "end" }); }
 
 function setRunning(controller) {
   running = controller;
