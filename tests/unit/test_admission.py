@@ -45,6 +45,10 @@ class Sessions:
         self.directory = self
         self.fetched: list[str] = []
         self.responds = True
+        self.looks_up = False
+
+    def awaits_look_up(self, request: Any) -> bool:
+        return self.looks_up
 
     def match(self, request: Any, more_than: int) -> Match | None:
         match = self.found
@@ -128,6 +132,18 @@ def test_a_request_waits_while_its_session_is_read():
     assert admission.cached_tokens == 8
     sessions.found = None  # for example, because its file is damaged
     assert built.admission.admit(request(), 0).external_tokens == 0
+
+
+def test_a_request_waits_for_its_look_up_before_it_is_matched():
+    """A session in a store may restore more than the one that is known."""
+    sessions = Sessions(match_of(35))
+    built = controller(SNAPKV, sessions)
+    sessions.looks_up = True
+    admission = built.admission.admit(request(), 8)
+    assert (admission.waits_for, admission.external_tokens) == ("session", None)
+    assert admission.match is None
+    sessions.looks_up = False
+    assert built.admission.admit(request(), 8).match is sessions.found
 
 
 @pytest.mark.parametrize(("idle", "waits"), [(0, True), (1, True), (2, False)])

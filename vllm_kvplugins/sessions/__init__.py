@@ -9,7 +9,8 @@
       session only in a file  ──────────── stage ─────>  read the file
                               <───────── SessionAck ───
     restart: SessionFolder.scan finds the files again
+    replicas: ReplicaSessions finds files of others ─> SessionDirectory.add_stored
 
 The directory decides and counts, without tensors. The store holds the bytes and
-executes commands.
+executes commands. Files lie in a ``SessionStorage``: a directory or an object store.
 """
