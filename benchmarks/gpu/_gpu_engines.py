@@ -47,6 +47,8 @@ EAGER = {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
 PIECES = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
 SNAPKV = {"name": "snapkv", "budget": 2048}
 ICECACHE = {"name": "icecache", "budget": 2048, "host_memory": 24 << 30}
+# All of its host memory is pinned at start-up, and the GPU holds a quarter of it more.
+ON_DEVICE = ICECACHE | {"index": "device", "host_memory": 8 << 30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,10 @@ def _settings(name: str, model: str) -> Row:
 
 
 def _about(policy: Row | None) -> Row:
-    return {"policy": policy["name"] if policy else "stock"}
+    if policy is None:
+        return {"policy": "stock"}
+    index = {"index": policy["index"]} if "index" in policy else {}
+    return {"policy": policy["name"]} | index
 
 
 def _answered(each: EngineProcess) -> Iterator[Row]:
@@ -243,6 +248,7 @@ def decode(
         (None, GRAPHS, lengths),
         (SNAPKV, GRAPHS, lengths),
         (ICECACHE, GRAPHS, two),
+        (ON_DEVICE, GRAPHS, two),
         (SNAPKV | {"kernel": "triton"}, GRAPHS, two),
         (SNAPKV, EAGER, few),
     ]

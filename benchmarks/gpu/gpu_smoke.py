@@ -204,7 +204,11 @@ def kernels(folder: Path, end: float) -> Iterator[Row]:
     first.
     """
     attends = "tests/helpers/kernel_suite.py"
-    suites = [(attends, "not flashinfer"), ("tests/unit/test_cuda_ops.py", "")]
+    suites = [
+        (attends, "not flashinfer"),
+        ("tests/helpers/selection_kernel_suite.py", ""),
+        ("tests/unit/test_cuda_ops.py", ""),
+    ]
     if importlib.util.find_spec("flashinfer") is not None:
         suites.append((attends, "flashinfer"))
     for number, (suite, chosen) in enumerate(suites):

@@ -142,9 +142,11 @@ class Life:
             spans = self.runtime.attending
             if spans is not None:
                 output = torch.zeros_like(queries)
-                scope = flat.pages[0], flat.lengths[0]
-                kv = self.runtime.heap.layers[layer]
-                spans.attend(layer, queries, kv, *scope, output)
+                # One list of pages for all layers, or lists of pages of the heap.
+                heap, scope = self.heap, layer if len(flat.pages) > 1 else 0
+                kv = heap.kv if len(flat.pages) > 1 else heap.layers[layer]
+                pages, lengths = flat.pages[scope], flat.lengths[scope]
+                spans.attend(layer, queries, kv, pages, lengths, output)
                 layers.append(output)
             self.runtime.after_layer(layer, queries)
         self.compacted = bool(self.runtime._due)
