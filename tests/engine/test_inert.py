@@ -45,13 +45,16 @@ def test_an_engine_after_one_with_a_policy_is_stock_again(tiny_model):
 
 
 WRAPPED = """
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-classes = BaseRenderer, AsyncLLM, InputProcessor, Scheduler, CPUWorker
+classes = (
+    BaseRenderer, AsyncLLM, InputProcessor, OpenAIServingChat, Scheduler, CPUWorker
+)
 before = {cls: dict(vars(cls)) for cls in classes}
 from vllm_kvplugins.plugin import register
 register()
@@ -69,6 +72,8 @@ EngineArgs(
 ).create_engine_config()
 assert InputProcessor.process_inputs is not before[InputProcessor]["process_inputs"]
 assert BaseRenderer.render_chat is not before[BaseRenderer]["render_chat"]
+stream = "chat_completion_stream_generator"
+assert getattr(OpenAIServingChat, stream) is not before[OpenAIServingChat][stream]
 """
 
 
