@@ -32,8 +32,8 @@ def unreliable(
 def reset(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
     """A conversation whose engine drops all caches after its first turn."""
 
-    def files() -> int:
-        return len(list(Path(folder).glob("*/*.safetensors")))
+    def files() -> list[str]:
+        return sorted(path.name for path in Path(folder).glob("*/*.safetensors"))
 
     driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
     first = random_tokens(1, 400, VOCABULARY)

@@ -19,3 +19,12 @@ def test_counts_each_kind_separately():
     throttle = LogThrottle()
     assert all(throttle.format(text) for text in ("a 1", "b 1"))
     assert not throttle.format("a 2")
+
+
+def test_digests_in_names_do_not_make_a_kind():
+    """As of the temporary file of each session that cannot be written."""
+    throttle = LogThrottle()
+    names = [f"{number:032x}.{(7 * number):032x}.part" for number in range(1, 100)]
+    texts = [throttle.format(f"[Errno 28] no space: {name}") for name in names]
+    assert sum(text is not None for text in texts) == 2
+    assert throttle.format("[Errno 28] no face: x.part") is not None

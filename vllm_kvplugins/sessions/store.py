@@ -275,7 +275,7 @@ class SessionStore:
         load: Load | None = None,
     ) -> None:
         if problem is not None:
-            text = self._throttle.format(problem.replace(session_id, "its file"))
+            text = self._throttle.format(problem)
             if text is not None:
                 logger.warning("session %s: %s", session_id, text)
         self._acks.append(SessionAck(event, session_id, problem, load))
