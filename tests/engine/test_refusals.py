@@ -47,6 +47,7 @@ MOSTLY_FULL = _WINDOWED | {
     "layer_types": ["sliding_attention"] + ["full_attention"] * 2
 }
 SNAPKV = {"name": "snapkv"}
+(SMOLLM2_PROFILE,) = (path for path in shipped_profiles() if "smollm2" in path.name)
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
 
@@ -99,7 +100,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     ),
     "profile of another model": (
         SNAPKV
-        | {"allocator": {"name": "sensitivity", "profile": str(shipped_profiles()[0])}},
+        | {"allocator": {"name": "sensitivity", "profile": str(SMOLLM2_PROFILE)}},
         {},
         ["1. [KVP116]", "30 layers, the model has 2", "2. [KVP116]", "hidden_size 576"],
     ),

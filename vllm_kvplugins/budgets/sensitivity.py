@@ -88,7 +88,7 @@ class Sensitivity(PageAllocator):
                 "KVP116",
                 f"{self.profile} is a profile of {len(self.measured.sensitivity)} "
                 f"layers, the model has {num_layers}; make one with `kvplugins "
-                "calibrate`",
+                "research calibrate`",
             )
         ]
 
@@ -103,7 +103,7 @@ class Sensitivity(PageAllocator):
                 "KVP116",
                 f"{self.profile} is a profile of {self.measured.model}, another model "
                 f"than this one ({'; '.join(different)}); make one with `kvplugins "
-                "calibrate`",
+                "research calibrate`",
             )
         ]
 

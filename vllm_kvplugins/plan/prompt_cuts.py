@@ -76,12 +76,11 @@ class Blockwise:
         """
         keep = -(-budget_tokens // block_size)
         interval = self.interval_blocks(block_size)
-        start = restored.retained.start if restored else 0
-        done = restored.at_tokens if restored else 0
-        for stop in range(keep + interval, tokens // block_size + 1, interval):
+        start, first = 0, keep + interval
+        if restored:
+            start, first = restored.retained.start, restored.retained.stop + interval
+        for stop in range(first, tokens // block_size + 1, interval):
             at_tokens = stop * block_size
-            if at_tokens <= done:
-                continue
             whole = _whole_at(at_tokens, questions)
             retained = keep + -(-(whole[1] - whole[0]) // block_size)
             if retained >= stop - start:

@@ -53,6 +53,11 @@ RESERVED_SETTINGS = frozenset(
         "session_dtype",
         "session_dir",
         "session_disk",
+        "session_url",
+        "session_refresh_s",
+        "session_lookup_s",
+        "session_load_s",
+        "session_index_memory",
         "shared_prefix",
         "shared_prefix_limit",
     }
