@@ -1,5 +1,6 @@
-"""vLLM 0.33 on the CPU gives the tokens and blocks of 0.32; see ``vllm_overlay``.
+"""vLLM 0.33 on the CPU gives the tokens and blocks of 0.32.
 
+``vllm_overlay`` makes it from the wheel for CUDA.
 ``KVP_VLLM_033_WHEEL`` names the wheel; without it pip downloads it.
 """
 

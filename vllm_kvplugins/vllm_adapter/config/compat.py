@@ -235,13 +235,11 @@ class RunnerV1:
         batch = self._runner.input_batch
         return [
             _decode_row(name, int(prompt), int(computed), self.draft_tokens)
-            for name, prompt, computed in (
-                zip(
-                    batch.req_ids,
-                    batch.num_prompt_tokens,
-                    batch.num_computed_tokens_cpu,
-                    strict=False,  # the arrays are longer than the batch
-                )
+            for name, prompt, computed in zip(
+                batch.req_ids,
+                batch.num_prompt_tokens,
+                batch.num_computed_tokens_cpu,
+                strict=False,  # the arrays are longer than the batch
             )
         ]
 
