@@ -173,10 +173,10 @@ class _Call:
     ) -> dict[str, Any]:
         """Request parameters for a chat: its turns and, with EpiCache, its episode."""
         starts = turn_starts(messages)
-        has_long_turn = len(prompt["prompt_token_ids"]) > (
+        may_have_a_long_loop = len(prompt["prompt_token_ids"]) > (
             self._loop_tokens or math.inf
         )
-        if self._history_only and not any(starts) and not has_long_turn:
+        if self._history_only and not any(starts) and not may_have_a_long_loop:
             return {}  # There is no history, and no loop to compress.
         chat = self._rendered(messages, starts, prompt, offsets)
         tokenizer = self._renderer.get_tokenizer()
