@@ -7,6 +7,8 @@ so a build that cannot make the extension fails and says why. Environment variab
                          makes a wheel for any platform.
 ``KVP_CUDA``             ``AUTO`` (default: CUDA kernels if torch has CUDA and nvcc is
                          found), ``ON`` or ``OFF``.
+``KVP_BUILD_DIR``        folder that keeps CMake's build, so that the next one compiles
+                         only what changed; default: a temporary folder.
 ``CMAKE_ARGS``           further arguments of CMake.
 """
 
@@ -58,7 +60,8 @@ class CMakeBuild(build_ext):
         target.unlink(missing_ok=True)
         if shutil.which("cmake") is None:
             self._not_built("CMake is not installed: pip install cmake")
-        build = Path(self.build_temp).resolve() / "kvp"
+        kept = os.environ.get("KVP_BUILD_DIR")
+        build = Path(kept or Path(self.build_temp, "kvp")).resolve()
         build.mkdir(parents=True, exist_ok=True)
         self._cmake(
             "-S",

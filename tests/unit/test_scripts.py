@@ -174,6 +174,43 @@ def test_a_failed_step_shows_its_output_and_code(tmp_path: Path) -> None:
     assert "the reason" in done.stderr
 
 
+def beside_build(python: str, folder: Path, command: str):
+    """Run a command as ``_setup.sh`` runs pip; its output in pieces."""
+    script = ROOT / "scripts" / "_beside_build.sh"
+    return subprocess.run(
+        ["bash", str(script), python, str(folder / "build"), "bash", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_a_build_that_fails_beside_a_command_does_not_fail_it(tmp_path: Path) -> None:
+    done = beside_build("/no/python", tmp_path, "echo installed")
+    assert (done.returncode, done.stdout) == (0, "installed\n")
+    assert "Configuring incomplete" in (tmp_path / "build" / "beside.log").read_text()
+
+
+def test_the_code_beside_a_build_is_the_commands(tmp_path: Path) -> None:
+    assert beside_build("/no/python", tmp_path, "exit 7").returncode == 7
+
+
+def test_needs_are_what_is_not_installed(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\ndependencies = ["pytest>=1", "no-such-package>=2"]\n'
+        "[project.optional-dependencies]\n"
+        'plot = ["no-plots[all]==1.0", "pytest"]\n'
+    )
+    needs = f"KVP_ROOT={tmp_path} PY={sys.executable}; kvp_needs dependencies; echo -; "
+    done = setup(needs + "kvp_needs plot")
+    assert done.stdout.splitlines() == [
+        "no-such-package>=2",
+        "-",
+        "no-plots[all]==1.0",
+    ], done.stderr
+
+
 def test_stopping_ends_the_leader_first_and_then_its_children(tmp_path: Path) -> None:
     # The leader handles SIGTERM slowly; its child ignores the signal.
     leader = tmp_path / "leader.sh"
