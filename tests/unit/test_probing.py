@@ -75,7 +75,7 @@ def weights_of(view: LayerView, queried: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("chunk", [1 << 26, 400])
 def test_dense_attention(evicted, chunk, monkeypatch):
     print("seed", SEED)
-    monkeypatch.setattr(probe_attention, "_MAX_MASK", chunk)
+    monkeypatch.setattr(probe_attention, "_MAX_MASK", {"cpu": chunk})
     view = probe_view(40, 7, evicted)
     weights = weights_of(view, view.positions >= 0)
     expected = torch.einsum("hgqk,hkd->hgqd", weights, view.values.nan_to_num())

@@ -10,11 +10,13 @@ import torch.nn.functional as F
 
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.policies.base import LayerView
-from vllm_kvplugins.scoring.attention_votes import valid_keys
+from vllm_kvplugins.scoring.attention_votes import seen_slots, valid_keys
 from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
 
-# Masks hold at most this many entries at a time; 2**26 bools are 64 MiB.
-_MAX_MASK = 1 << 26
+# Masks hold at most this many entries at a time; 2**26 bools are 64 MiB. On a CPU,
+# short parts cost nothing, and their queries see nearly the same slots.
+_MAX_MASK = {"cpu": 1 << 21}
+_MAX_MASK_ON_GPU = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ def dense_attention(view: LayerView) -> torch.Tensor:
     Returns:
         [num_q_heads, num_queries, head_dim], dtype of the queries.
 
-    Cost: memory for a mask of 64 MiB, plus the memory of torch's attention.
+    Cost: memory for a mask of 2 MiB, on a GPU 64 MiB, and that of torch's attention.
     """
     # Before a compaction, all heads have the same slots: one mask is enough.
     positions = view.positions if view.valid is not None else view.positions[:1]
@@ -162,16 +164,21 @@ def _attention(
     grouped = queries.unflatten(0, (num_kv_heads, -1))
     group, num_queries = grouped.shape[1:3]
     output = torch.empty_like(grouped)
-    step = max(_MAX_MASK // (positions.shape[0] * group * num_slots), 1)
+    most = _MAX_MASK.get(keys.device.type, _MAX_MASK_ON_GPU)
+    step = max(most // (positions.shape[0] * group * num_slots), 1)
     if not rules.plain:  # float32 logits of all heads instead of a mask
-        step = max(_MAX_MASK // (4 * num_kv_heads * group * num_slots), 1)
-    for first in range(0, num_queries, step):
+        step = max(most // (4 * num_kv_heads * group * num_slots), 1)
+    seen = [num_slots]
+    if num_queries > step:
+        newest = torch.stack([part.amax() for part in query_positions.split(step)])
+        seen = seen_slots(newest, positions)
+    attend = _plain if rules.plain else _with_rules
+    for first, slots in zip(range(0, num_queries, step), seen, strict=True):
         at = query_positions[first : first + step, None]
-        mask = reach.mask(at, positions[:, None])
+        mask = reach.mask(at, positions[:, None, :slots])
         part = grouped[:, :, first : first + step]
-        attend = _plain if rules.plain else _with_rules
         output[:, :, first : first + step] = attend(
-            part, keys, values, mask, scale, rules
+            part, keys[:, :slots], values[:, :slots], mask, scale, rules
         )
     return output.flatten(0, 1)
 

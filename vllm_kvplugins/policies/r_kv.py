@@ -19,6 +19,9 @@ from vllm_kvplugins.scoring.attention_votes import (
 
 # Largest number of cosines in memory; 2**22 float32 are 16 MiB.
 _MAX_COSINES = 1 << 22
+# Slots of the first tile in the search for neighbors; each further tile has twice as
+# many. Most keys have a neighbor among the newest slots, and leave the search early.
+_FIRST_TILE = 64
 
 
 class RKV(Compressor):
@@ -181,9 +184,9 @@ def newest_neighbors(unit: torch.Tensor, threshold: float, retain: int) -> torch
     sums = unit.new_zeros(num_slots)
     rows = torch.arange(num_slots, device=unit.device)
     missing = torch.full_like(rows, retain, dtype=torch.int32)
-    stop = num_slots if retain else 0
+    stop, width = num_slots if retain else 0, _FIRST_TILE
     while stop and rows.numel():
-        start = max(stop - max(_MAX_COSINES // rows.numel(), 1), 0)
+        start = max(stop - max(min(width, _MAX_COSINES // rows.numel()), 1), 0)
         cosines = unit[rows] @ unit[start:stop].T
         inside = (rows >= start) & (rows < stop)
         cosines[inside, rows[inside] - start] = 0  # a key is no neighbor of its own
@@ -197,5 +200,5 @@ def newest_neighbors(unit: torch.Tensor, threshold: float, retain: int) -> torch
         missing[found] -= newest.sum(1, dtype=torch.int32)
         unfinished = missing > 0
         rows, missing = rows[unfinished], missing[unfinished]
-        stop = start
+        stop, width = start, 2 * width
     return sums

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
 
-# Largest number of attention weights in memory; 2**25 float32 are 128 MiB.
-_MAX_WEIGHTS = 1 << 25
+# Largest number of attention weights in memory: 2**22 float32 are 16 MiB, which a CPU
+# partly keeps in its cache. GPUs want fewer, larger operations: 128 MiB.
+_MAX_WEIGHTS = {"cpu": 1 << 22}
+_MAX_WEIGHTS_ON_GPU = 1 << 25
 # Largest number of entries of a tile of slots.
 _MAX_TILE = 1 << 22
 
@@ -96,7 +98,7 @@ def attention_mass(
     mass = torch.zeros(positions.shape, device=keys.device)
     at = query_positions, positions
     for weights in _attention(queries, keys, scale, *at, rules):
-        mass += weights.sum(2).mean(1)
+        mass[:, : weights.shape[-1]] += weights.sum(2).mean(1)
     return mass
 
 
@@ -120,7 +122,8 @@ def attention_peak(
     peak = torch.zeros(positions.shape, device=keys.device)
     at = query_positions, positions
     for weights in _attention(queries, keys, scale, *at, rules):
-        torch.maximum(peak, weights.flatten(1, 2).amax(1), out=peak)
+        seen = peak[:, : weights.shape[-1]]
+        torch.maximum(seen, weights.flatten(1, 2).amax(1), out=seen)
     return peak
 
 
@@ -143,26 +146,46 @@ def _attention(
         rules: of the layer.
 
     Yields:
-        float32 [num_kv_heads, group, queries of this part, num_slots]; 0 where there
-        is no token.
+        float32 [num_kv_heads, group, queries of this part, seen slots]; 0 where there
+        is no token. No query of the part sees a slot after these.
 
     Cost: O(num_q_heads * num_queries * num_slots * head_dim), as for attention itself;
-        up to 128 MiB for weights.
+        up to 16 MiB for weights, 128 MiB on a GPU. Waits for the device once if there
+        are several parts.
     """
     num_q_heads, num_queries, head_dim = queries.shape
     num_kv_heads, num_slots, _ = keys.shape
     group = num_q_heads // num_kv_heads
     grouped = queries.reshape(num_kv_heads, group, num_queries, head_dim)
-    step = max(_MAX_WEIGHTS // (num_q_heads * num_slots), 1)
+    most = _MAX_WEIGHTS.get(keys.device.type, _MAX_WEIGHTS_ON_GPU)
+    step = max(most // (num_q_heads * num_slots), 1)
+    seen = [num_slots]
+    if num_queries > step:
+        newest = torch.stack([part.amax() for part in query_positions.split(step)])
+        seen = seen_slots(newest, positions)
     keys_t = keys.transpose(1, 2)
-    for first in range(0, num_queries, step):
+    for first, slots in zip(range(0, num_queries, step), seen, strict=True):
         part = grouped[:, :, first : first + step]
-        logits = torch.bmm(part.flatten(1, 2), keys_t).to(torch.float32).mul_(scale)
-        logits = rules.cap(logits).view(num_kv_heads, group, -1, num_slots)
+        logits = torch.bmm(part.flatten(1, 2), keys_t[..., :slots]).float().mul_(scale)
+        logits = rules.cap(logits).view(num_kv_heads, group, -1, slots)
         query_position = query_positions[first : first + step, None]
-        is_later = positions[:, None] > query_position
-        masked = is_later | (positions[:, None] < 0)
+        at = positions[:, None, :slots]
+        masked = (at > query_position) | (at < 0)
         yield rules.softmax(logits.masked_fill_(masked[:, None], -torch.inf))
+
+
+def seen_slots(newest: torch.Tensor, positions: torch.Tensor) -> list[int]:
+    """For each position: number of slots up to the last one that it sees, at least 1.
+
+    Args:
+        newest: int64 [parts], positions of queries.
+        positions: int64 [num_kv_heads, num_slots], -1 where there is no token.
+    """
+    at = positions[None]
+    visible = ((at >= 0) & (at <= newest[:, None, None])).any(1)
+    number = torch.arange(1, positions.shape[1] + 1, device=positions.device)
+    counts: list[int] = (visible * number).amax(1).clamp(min=1).tolist()
+    return counts
 
 
 def pool_votes(
