@@ -154,12 +154,12 @@ CODES: dict[str, str] = {
     "KVP602": "a result cannot be written",
     "KVP603": "an option of the command has an invalid value",
     "KVP604": "`kvplugins research record`: the policy fetches nothing",
-    "KVP605": "`kvplugins sessions`: the folder or a session does not exist, or an ID "
+    "KVP605": "`kvplugins sessions`: the place or a session does not exist, or an ID "
     "is not unique",
     "KVP606": "`kvplugins research plot`: too little or too much data for one plot",
     "KVP607": "`kvplugins research plot`: the file has another format or version, or "
     "is incomplete",
-    "KVP608": "`kvplugins sessions`: a file cannot be deleted",
+    "KVP608": "`kvplugins sessions`: the store fails, or a file cannot be deleted",
     "KVP609": "`kvplugins chat`: the page cannot be served at this address",
     "KVP610": "`kvplugins chat`: the vLLM server does not respond",
     "KVP620": "the default model cannot be downloaded",

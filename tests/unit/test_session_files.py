@@ -35,8 +35,8 @@ from vllm_kvplugins.sessions.files import (
     Identity,
     Scan,
     SessionFolder,
-    list_files,
 )
+from vllm_kvplugins.sessions.inspection import list_files, open_folders
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot
 from vllm_kvplugins.sessions.storage import remove_leftovers
 from vllm_kvplugins.sessions.store import SessionStore
@@ -237,7 +237,9 @@ def test_a_damaged_header_is_skipped(tmp_path, damage):
     assert scan.other_bytes == path.stat().st_size
     with pytest.raises(SessionFileError):
         files.read("bad", 0)
-    problems = {f.session_id: f.problem for f in list_files(tmp_path)}
+    problems = {
+        f.session_id: f.problem for f in list_files(open_folders(str(tmp_path)))
+    }
     assert problems["good"] is None
     assert problems["bad"] is not None
 

@@ -1,10 +1,11 @@
-"""``kvplugins sessions``: list, show and delete the sessions in a ``session_dir``."""
+"""``kvplugins sessions``: list, show and delete sessions in files or objects."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,35 +18,41 @@ from vllm_kvplugins.cli.console import fail, out, user_errors
 from vllm_kvplugins.errors import coded
 
 if TYPE_CHECKING:
-    from vllm_kvplugins.sessions.files import FoundFile
+    from vllm_kvplugins.sessions.inspection import FoundFile, Item
 
 sessions = typer.Typer(
     name="sessions",
-    help="List, show and delete conversations in a session_dir.",
+    help="List, show and delete conversations in a session_dir or session_url.",
     no_args_is_help=True,
 )
-Folder = Annotated[Path, typer.Argument(help="session_dir of a server.", metavar="DIR")]
+_ID_HELP = "First characters of a session ID, as `list` shows it."
+Place = Annotated[
+    str,
+    typer.Argument(
+        help="session_dir or session_url of a server.", metavar="DIR_OR_URL"
+    ),
+]
 
 
 @sessions.command("list")
 def list_sessions(
-    folder: Folder,
+    place: Place,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of a table.")
     ] = False,
 ) -> None:
     """List sessions, most recently used first. A running server may change them."""
-    files = _files(folder)
+    files = _files(place)
     if as_json:
         typer.echo(json.dumps([_plain(file) for file in files], indent=2))
         return
-    table = Table(title=f"{len(files)} files in {folder}")
+    table = Table(title=f"{len(files)} files in {place}")
     for heading in ("session", "last used", "tokens", "MiB", "model", "policy", ""):
         table.add_column(heading)
     for file in files:
         used = datetime.fromtimestamp(file.last_used).strftime("%Y-%m-%d %H:%M")
         table.add_row(
-            file.session_id[:12],
+            _short(file.session_id),
             used,
             str(file.tokens),
             f"{file.num_bytes / (1 << 20):.1f}",
@@ -58,12 +65,12 @@ def list_sessions(
 
 @sessions.command("show")
 def show_session(
-    folder: Folder,
-    name: Annotated[str, typer.Argument(help="First characters of a session ID.")],
+    place: Place,
+    name: Annotated[str, typer.Argument(help=_ID_HELP)],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show one session, and read its files to check their contents."""
-    files = _chosen(folder, [name])
+    files = _chosen(place, [name])
     ids = sorted({file.session_id for file in files})
     if len(ids) > 1:
         fail(coded("KVP605", f"{name} is not unique: {', '.join(ids)}; write more"))
@@ -81,10 +88,8 @@ def show_session(
 
 @sessions.command("delete")
 def delete_sessions(
-    folder: Folder,
-    names: Annotated[
-        list[str] | None, typer.Argument(help="First characters of session IDs.")
-    ] = None,
+    place: Place,
+    names: Annotated[list[str] | None, typer.Argument(help=_ID_HELP)] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Delete all sessions.")
     ] = False,
@@ -99,37 +104,37 @@ def delete_sessions(
     if bool(names) + everything + (older_than_h is not None) != 1:
         message = "choose sessions: give IDs, or --all, or --older-than HOURS"
         fail(coded("KVP603", message), 2)
-    files = _chosen(folder, names) if names else _files(folder)
+    files = _chosen(place, names) if names else _files(place)
     if older_than_h is not None:
         before = time.time() - 3600 * older_than_h
         files = [file for file in files if file.last_used < before]
-    _delete([file.path for file in files])
+    _delete(files)
     out().print(f"removed {len({file.session_id for file in files})} sessions")
 
 
 @sessions.command("gc")
 def collect_garbage(
-    folder: Folder,
+    place: Place,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what would be deleted.")
     ] = False,
 ) -> None:
     """Delete what no server needs: leftovers of killed servers, damaged files, and
     sessions of which a rank's part is missing. Safe while servers run."""
-    _files(folder)
-    from vllm_kvplugins.sessions.files import find_garbage
+    with _store_errors():
+        from vllm_kvplugins.sessions.inspection import find_garbage, open_folders
 
-    garbage = find_garbage(folder)
+        garbage = find_garbage(open_folders(place))
     kinds = {
         "temporary files of killed servers": garbage.leftovers,
         "damaged files": garbage.damaged,
         "files of incomplete sessions": garbage.incomplete,
     }
-    paths = [path for found in kinds.values() for path in found]
-    for path in paths:
-        out().print(escape(str(path)), soft_wrap=True)
+    items = [item for found in kinds.values() for item in found]
+    for item in items:
+        out().print(escape(item.location), soft_wrap=True)
     if not dry_run:
-        _delete(paths)
+        _delete(items)
     verb = "would remove" if dry_run else "removed"
     counts = ", ".join(f"{len(found)} {kind}" for kind, found in kinds.items())
     out().print(f"{verb} {counts}", soft_wrap=True)
@@ -140,22 +145,32 @@ sessions.command("ls", hidden=True, deprecated=True)(list_sessions)
 sessions.command("rm", hidden=True, deprecated=True)(delete_sessions)
 
 
-def _delete(paths: Iterable[Path]) -> None:
+def _delete(items: Iterable[Item]) -> None:
     """Delete files; ends the command at the first that cannot be deleted."""
-    for path in paths:
+    for item in items:
         try:
-            path.unlink(missing_ok=True)
+            item.delete()
         except OSError as error:
-            fail(coded("KVP608", f"{path} cannot be deleted: {error.strerror}"))
+            fail(coded("KVP608", f"{item.location} cannot be deleted: {error}"))
 
 
-def _chosen(folder: Path, names: list[str]) -> list[FoundFile]:
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    """End the command without a traceback if the folder or the store fails."""
+    with user_errors():
+        try:
+            yield
+        except OSError as error:
+            fail(coded("KVP608", str(error)))
+
+
+def _chosen(place: str, names: list[str]) -> list[FoundFile]:
     """Files of the sessions whose IDs begin with ``names``."""
-    files = _files(folder)
+    files = _files(place)
     unknown = [n for n in names if not any(_named(f, [n]) for f in files)]
     if unknown:
         message = (
-            f"{folder} has no session {', '.join(unknown)}; `kvplugins sessions list` "
+            f"{place} has no session {', '.join(unknown)}; `kvplugins sessions list` "
             "shows them"
         )
         fail(coded("KVP605", message))
@@ -164,13 +179,14 @@ def _chosen(folder: Path, names: list[str]) -> list[FoundFile]:
 
 def _described(files: list[FoundFile]) -> dict[str, object]:
     """One session: what its files say, and what is wrong with them."""
-    from vllm_kvplugins.sessions.files import verify
+    from vllm_kvplugins.sessions.inspection import verify
     from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
     problems, about = [], dict[str, str]()
     for file in files:
         try:
-            about = verify(file.path)
+            with _store_errors():
+                about = verify(file)
         except SessionFileError as error:
             problems.append(str(error))
         else:
@@ -178,7 +194,7 @@ def _described(files: list[FoundFile]) -> dict[str, object]:
     used = max(file.last_used for file in files)
     return {
         "session": files[0].session_id,
-        "files": [str(file.path) for file in files],
+        "files": [file.location for file in files],
         "num_bytes": sum(file.num_bytes for file in files),
         "last_used": datetime.fromtimestamp(used).isoformat(" ", "seconds"),
         "tokens": max(file.tokens for file in files),
@@ -198,23 +214,33 @@ def _as_lines(value: object) -> list[object]:
 
 
 def _named(file: FoundFile, names: Iterable[str]) -> bool:
-    return any(file.session_id.startswith(name) for name in names)
+    found = file.session_id
+    return any(
+        found.startswith(name) or _tail(found).startswith(name) for name in names
+    )
 
 
-def _files(folder: Path) -> list[FoundFile]:
-    with user_errors():
-        from vllm_kvplugins.sessions.files import list_files
+def _tail(session_id: str) -> str:
+    """The random part of an ID; in a shared store, other conversations begin alike."""
+    return session_id.rpartition("-")[2]
 
-        if not folder.is_dir():
-            message = f"{folder} is not a folder; give the session_dir of a server"
-            fail(coded("KVP605", message))
-        return list_files(folder)
+
+def _short(session_id: str) -> str:
+    """What a table shows of an ID, and what is enough to name the session."""
+    return _tail(session_id)[:12]
+
+
+def _files(place: str) -> list[FoundFile]:
+    with _store_errors():
+        from vllm_kvplugins.sessions.inspection import list_files, open_folders
+
+        return list_files(open_folders(place))
 
 
 def _plain(file: FoundFile) -> dict[str, object]:
     return {
         "session": file.session_id,
-        "path": str(file.path),
+        "path": file.location,
         "last_used": file.last_used,
         "tokens": file.tokens,
         "num_bytes": file.num_bytes,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Mapping
@@ -34,22 +33,20 @@ from vllm_kvplugins.sessions.storage import (
     DirectoryStorage,
     SessionStorage,
     StoredFile,
-    files_in,
 )
 from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
 FORMAT = "kvp-session-4"
 _SUFFIX = ".safetensors"
-_NAME = re.compile(r"(?P<session>[^.]+)\.r\d+of(?P<ranks>\d+)\.safetensors")
+FILE_NAME = re.compile(r"(?P<session>[^.]+)\.r\d+of(?P<ranks>\d+)\.safetensors")
 _OBSERVED = "observed"
 _QUERIES_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_WRITE_S = 3600.0  # all ranks have written their parts of a session by then
 # What a file of valid digests and other meaning raises.
-_CONTENT_ERRORS = (KeyError, TypeError, ValueError, AttributeError)
+CONTENT_ERRORS = (KeyError, TypeError, ValueError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +160,14 @@ class SessionFiles:
             OSError: the storage failed.
         """
         name = self.name(session_id, rank)
-        about, tensors = _verified(self.storage, name)
+        about, tensors = verified(self.storage, name)
         self._check(name, about)
         if about.get("session") != session_id:
             raise SessionFileError(f"{name}: contains another session")
         self.storage.touch(name)  # its time is the session's last use
         try:
             return _saved(about, tensors)
-        except _CONTENT_ERRORS as error:
+        except CONTENT_ERRORS as error:
             raise SessionFileError(f"{name}: not a session ({error})") from error
 
     def unlink(self, session_id: str, rank: int) -> None:
@@ -214,7 +211,7 @@ class SessionFiles:
         """
         parts: dict[str, list[StoredFile]] = {}
         for file in self.storage.list(prefix):
-            name = _NAME.fullmatch(file.name)
+            name = FILE_NAME.fullmatch(file.name)
             is_part = name is not None and int(name["ranks"]) == self.ranks
             if name is not None and is_part and file.num_bytes:
                 parts.setdefault(name["session"], []).append(file)
@@ -238,7 +235,7 @@ class SessionFiles:
         name = self.name(session_id, 0)
         about, tensors = self.storage.read(name, only=("tokens",))
         self._check(name, about)
-        session = _checked_session(name, about, tensors["tokens"])
+        session = checked_session(name, about, tensors["tokens"])
         if session.session_id != session_id:
             raise SessionFileError(f"{name}: contains another session")
         return session
@@ -339,7 +336,7 @@ def _saved(about: Mapping[str, str], tensors: dict[str, torch.Tensor]) -> CacheS
     )
 
 
-def _checked_session(
+def checked_session(
     name: str, about: Mapping[str, str], tokens: torch.Tensor
 ) -> Session:
     """The session of a file whose keys and values have not been read.
@@ -352,7 +349,7 @@ def _checked_session(
         raise SessionFileError(f"{name}: its header has changed")
     try:
         session = _session(text, tokens)
-    except _CONTENT_ERRORS as error:
+    except CONTENT_ERRORS as error:
         raise SessionFileError(f"{name}: not a session ({error})") from error
     n = len(session.tokens)
     if (
@@ -399,7 +396,7 @@ def _unpacked(packed: dict[str, Any] | None) -> Compaction | None:
     return Compaction(**(numbers | spans))
 
 
-def _verified(
+def verified(
     storage: SessionStorage, name: str
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Text and tensors of a file whose digest is correct.
@@ -413,121 +410,3 @@ def _verified(
     if digest != tensor_file.digest(about, tensors):
         raise SessionFileError(f"{name}: its contents have changed")
     return about, tensors
-
-
-# -- a whole directory, for the command line ---------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class FoundFile:
-    """A session file in a directory, as ``kvplugins sessions`` lists it.
-
-    Attributes:
-        facts: of its identity.
-        tokens: length of its session.
-        last_used: seconds since the epoch.
-        problem: why it cannot be loaded; None: its header is valid.
-        damaged: no server can load it. Other files with a problem are of another
-            version, or are no files.
-    """
-
-    path: Path
-    session_id: str
-    facts: dict[str, str]
-    tokens: int
-    num_bytes: int
-    last_used: float
-    problem: str | None = None
-    damaged: bool = False
-
-
-def list_files(root: Path) -> list[FoundFile]:
-    """All session files under a directory, most recently used first."""
-    found = [
-        _found_file(path, status)
-        for folder, _ in files_in(root)
-        for path, status in files_in(folder)
-        if _NAME.fullmatch(path.name)
-    ]
-    return sorted(found, key=lambda file: -file.last_used)
-
-
-@dataclass(frozen=True, slots=True)
-class Garbage:
-    """Files that no server needs.
-
-    Attributes:
-        leftovers: temporary files of processes that no longer run.
-        damaged: session files that cannot be loaded.
-        incomplete: parts of sessions of which another rank's part is missing.
-    """
-
-    leftovers: list[Path]
-    damaged: list[Path]
-    incomplete: list[Path]
-
-
-def find_garbage(root: Path) -> Garbage:
-    """Files under a directory that no server needs.
-
-    A session whose parts are being written is not garbage: a part of it is new.
-    """
-    damaged, parts = [], dict[tuple[Path, str], list[FoundFile]]()
-    for file in list_files(root):
-        if file.damaged:
-            damaged.append(file.path)
-        else:
-            key = (file.path.parent, file.session_id)
-            parts.setdefault(key, []).append(file)
-    incomplete = [
-        file.path
-        for files in parts.values()
-        if len(files) < _num_ranks(files[0].path)
-        and time.time() - files[0].last_used > _WRITE_S
-        for file in files
-    ]
-    leftovers = [
-        path
-        for folder, _ in files_in(root)
-        for path, _ in files_in(folder)
-        if tensor_file.is_temporary(path.name) and tensor_file.is_leftover(path)
-    ]
-    return Garbage(leftovers, damaged, incomplete)
-
-
-def _num_ranks(path: Path) -> int:
-    name = _NAME.fullmatch(path.name)
-    assert name is not None, "not a session file"
-    return int(name["ranks"])
-
-
-def _found_file(path: Path, status: os.stat_result) -> FoundFile:
-    session_id = path.name.split(".", 1)[0]
-    facts: dict[str, str] = {}
-    tokens, problem, damaged = 0, None, False
-    try:
-        about, tensors = tensor_file.read(path, only=("tokens",))
-        damaged = about.get("format") == FORMAT
-        if not damaged:
-            raise SessionFileError(f"{path.name}: not in format {FORMAT}")
-        session = _checked_session(path.name, about, tensors["tokens"])
-        facts, tokens = dict(json.loads(about["facts"])), len(session.tokens)
-        damaged = False
-    except (SessionFileError, *_CONTENT_ERRORS) as error:
-        problem = str(error)
-        damaged = damaged or not tensor_file.is_readable(path)
-    size, used = status.st_size, status.st_mtime
-    return FoundFile(path, session_id, facts, tokens, size, used, problem, damaged)
-
-
-def verify(path: Path) -> dict[str, str]:
-    """Read a whole file and compare its digest.
-
-    Returns:
-        Its text.
-
-    Raises:
-        SessionFileError: it is damaged or not a session file.
-    """
-    storage = DirectoryStorage(path.parent.parent, path.parent)
-    return _verified(storage, path.name)[0]

@@ -121,6 +121,24 @@ def start_up_problem(storage: SessionStorage) -> str | None:
     raise KVPolicyError(coded("KVP315", text)) from error
 
 
+def list_folders(url: str) -> list[str]:
+    """Names of the folders at a valid ``session_url`` of an object store.
+
+    An object store has no empty folders: none are found where nothing is.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    with _errors_of(url):
+        fs, root = _opened(url)
+        try:
+            entries = fs.ls(root, detail=True)
+        except FileNotFoundError:
+            return []
+    paths = [entry["name"] for entry in entries if entry["type"] == "directory"]
+    return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
+
+
 class StoreError(OSError):
     """An object store failed; the message says how.
 
@@ -217,21 +235,32 @@ class ObjectStorage:
         """fsspec's file system and the path of the folder.
 
         Raises:
-            StoreError: the block raised another exception than FileNotFoundError and
-                SessionFileError. Drivers raise exceptions of their own.
+            StoreError: see ``_errors_of``.
         """
-        try:
+        with _errors_of(self._url):
             with self._lock:
                 if self._opened is None:
                     self._opened = _opened(self._url)
             yield self._opened
-        except (FileNotFoundError, SessionFileError):
-            raise
-        except Exception as error:
-            name = type(error).__name__
-            failed = StoreError(f"{self._url}: {name}: {error}")
-            failed.is_final = isinstance(error, _FINAL) or "Credentials" in name
-            raise failed from error
+
+
+@contextlib.contextmanager
+def _errors_of(url: str) -> Iterator[None]:
+    """Raise errors of a driver as ours. Drivers raise exceptions of their own.
+
+    Raises:
+        StoreError: the block raised another exception than FileNotFoundError and
+            SessionFileError.
+    """
+    try:
+        yield
+    except (FileNotFoundError, SessionFileError):
+        raise
+    except Exception as error:
+        name = type(error).__name__
+        failed = StoreError(f"{url}: {name}: {error}")
+        failed.is_final = isinstance(error, _FINAL) or "Credentials" in name
+        raise failed from error
 
 
 def _opened(url: str) -> tuple[Any, str]:

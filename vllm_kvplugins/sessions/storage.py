@@ -27,7 +27,8 @@ import torch
 
 from vllm_kvplugins.sessions import tensor_file
 
-# A file is written in less time, so an older temporary file is a leftover.
+# A file is written in less time, so an older temporary file is a leftover, also where
+# the locks of another machine are not visible.
 _SHARED_AGE_S = 3600.0
 
 
@@ -125,6 +126,11 @@ class DirectoryStorage:
     def location(self) -> str:
         return str(self.folder)
 
+    @property
+    def least_leftover_age_s(self) -> float:
+        """Younger temporary files may be those of a process that runs elsewhere."""
+        return _SHARED_AGE_S if self.is_shared else 0.0
+
     def prepare(self) -> None:
         """Create the folder, readable only by its owner, and remove leftovers."""
         # A mode applies to the last folder of a path only.
@@ -132,7 +138,7 @@ class DirectoryStorage:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.folder):
             pass
-        remove_leftovers(self.folder, _SHARED_AGE_S if self.is_shared else 0.0)
+        remove_leftovers(self.folder, self.least_leftover_age_s)
 
     def list(self, prefix: str = "") -> Iterator[StoredFile]:
         """Entries of all kinds, also links and folders. An unreadable one has none."""
@@ -166,21 +172,31 @@ def files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
                 yield path, path.lstat()
 
 
-def remove_leftovers(folder: Path, min_age_s: float = 0.0) -> int:
-    """Delete temporary files of processes that no longer run.
+def find_leftovers(folder: Path, min_age_s: float = 0.0) -> list[Path]:
+    """Temporary files of processes that no longer run.
 
     Args:
-        min_age_s: leave files that were changed later.
+        min_age_s: leave out files that were changed later.
+    """
+    now = time.time()
+    return [
+        path
+        for path, status in files_in(folder)
+        if tensor_file.is_temporary(path.name)
+        and now - status.st_mtime >= min_age_s
+        and tensor_file.is_leftover(path)
+    ]
+
+
+def remove_leftovers(folder: Path, min_age_s: float = 0.0) -> int:
+    """Delete what ``find_leftovers`` finds.
 
     Returns:
         The number of deleted files.
     """
-    removed, now = 0, time.time()
-    for path, status in files_in(folder):
-        if not tensor_file.is_temporary(path.name):
-            continue
-        if now - status.st_mtime >= min_age_s and tensor_file.is_leftover(path):
-            with contextlib.suppress(OSError):
-                path.unlink()
-                removed += 1
+    removed = 0
+    for path in find_leftovers(folder, min_age_s):
+        with contextlib.suppress(OSError):
+            path.unlink()
+            removed += 1
     return removed

@@ -56,6 +56,10 @@ class SessionFileError(Exception):
     """A file that cannot be loaded; the message says why."""
 
 
+class UnreadableFileError(SessionFileError):
+    """Not a file, or one that this process may not read: its contents are unknown."""
+
+
 def write(
     path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]
 ) -> int:
@@ -127,11 +131,13 @@ def read(
     """
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise SessionFileError(f"{path.name}: not a regular file")
-        with safe_open(path, "pt") as file:
+            raise UnreadableFileError(f"{path.name}: not a regular file")
+        with path.open("rb"), safe_open(path, "pt") as file:
             about = dict(file.metadata() or {})
             names = file.keys() if only is None else only
             return about, {name: file.get_tensor(name) for name in names}
+    except PermissionError as error:
+        raise UnreadableFileError(f"{path.name}: cannot be read ({error})") from error
     except (SafetensorError, OSError, ValueError) as error:
         raise SessionFileError(f"{path.name}: cannot be read ({error})") from error
 
@@ -238,22 +244,6 @@ def _unpack(
         # A view of a larger dtype must be aligned, and torch wants a writable buffer.
         elements = elements.clone()
     return elements.view(dtype).reshape(shape)
-
-
-def is_readable(path: Path) -> bool:
-    """Whether a path is a whole file of this kind, or something that is not a file.
-
-    False for a damaged file.
-    """
-    try:
-        if not stat.S_ISREG(path.lstat().st_mode):
-            return True
-        with safe_open(path, "pt"), path.open("rb"):
-            return True
-    except PermissionError:
-        return True  # unknown
-    except (SafetensorError, OSError, ValueError):
-        return False
 
 
 def digest(about: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
