@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -110,11 +112,23 @@ _STORE_HITS = "vllm:kv_policy_session_store_hits_total"
 _STORE_FAILURES = "vllm:kv_policy_session_store_failures_total"
 
 
-class Client:
-    """A conversation whose turns go to one server after the other."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a turn is sent: a server, and one of its engines if it has several."""
 
-    def __init__(self, seed: int, servers: list[str]) -> None:
-        self.seed, self.servers = seed, cycle(servers[seed:] + servers[:seed])
+    base: str
+    rank: int | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.rank is None else {"X-data-parallel-rank": str(self.rank)}
+
+
+class Client:
+    """A conversation whose turns go to one place after the other."""
+
+    def __init__(self, seed: int, places: list[Place]) -> None:
+        self.seed, self.places = seed, cycle(places[seed:] + places[:seed])
         self.prompt: list[int] = []
         self.ends: list[int] = []
         self.answers: list[list[int]] = []
@@ -122,9 +136,11 @@ class Client:
     def turn(self, question: int) -> None:
         number = 100 * self.seed + len(self.answers)
         self.prompt = self.prompt + random_tokens(number, question, VOCABULARY)
+        place = next(self.places)
         answer = post(
-            next(self.servers),
+            place.base,
             "/v1/completions",
+            place.headers,
             prompt=self.prompt,
             max_tokens=12,
             ignore_eos=True,
@@ -139,10 +155,10 @@ class Client:
 
 
 def converse(
-    servers: list[str], count_files: Callable[[], int | None]
+    places: list[Place], count_files: Callable[[], int | None]
 ) -> list[list[list[int]]]:
     """The answers of two conversations, whose turns are sent at the same time."""
-    clients = [Client(seed, servers) for seed in range(2)]
+    clients = [Client(seed, places) for seed in range(2)]
     with ThreadPoolExecutor() as threads:
         for turn, question in enumerate(LIVE_QUESTIONS):
             list(threads.map(lambda client, n=question: client.turn(n), clients))
@@ -160,7 +176,25 @@ def expected(tiny_model, tmp_path_factory):
     environment = engine_environment(VLLM_ENABLE_V1_MULTIPROCESSING="1")
     start = (sys.executable, tiny_model, folder, *ENGINE)
     with serving(*start, *policy, **environment) as base:
-        return converse([base], lambda: None)
+        return converse([Place(base)], lambda: None)
+
+
+def sharing(url: str) -> tuple[str, ...]:
+    """Options of a server with a store, on a machine that may be busy."""
+    settings = {
+        "ratio": 0.3,
+        "session_url": url,
+        "session_refresh_s": None,
+        "session_lookup_s": 30,
+        "session_load_s": 60,
+    }
+    return ("--kv-policy", "flowkv", "--kv-policy-config", json.dumps(settings))
+
+
+def files_at(url: str) -> int:
+    fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    names = fs.find(path) if fs.exists(path) else ()
+    return sum(name.endswith(".safetensors") for name in names)
 
 
 @pytest.mark.slow
@@ -174,28 +208,14 @@ def test_two_live_servers_continue_each_others_conversations(
         environment = engine_environment(
             VLLM_ENABLE_V1_MULTIPROCESSING="1", **variables
         )
-        settings = {
-            "ratio": 0.3,
-            "session_url": url,
-            "session_refresh_s": None,
-            # The test's machine may be busy.
-            "session_lookup_s": 30,
-            "session_load_s": 60,
-        }
-        policy = ("--kv-policy", "flowkv", "--kv-policy-config", json.dumps(settings))
-        start = (sys.executable, tiny_model, tmp_path, *ENGINE, *policy)
-
-        def count_files() -> int:
-            fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
-            names = fs.find(path) if fs.exists(path) else ()
-            return sum(name.endswith(".safetensors") for name in names)
-
+        start = (sys.executable, tiny_model, tmp_path, *ENGINE, *sharing(url))
+        count_files = partial(files_at, url)
         with (
             serving(*start, **environment) as first,
             serving(*start, **environment) as second,
         ):
             servers = [first, second]
-            answers = converse(servers, count_files)
+            answers = converse([Place(base) for base in servers], count_files)
             hits = [metric(base, _HITS) for base in servers]
             store_hits = [metric(base, _STORE_HITS) for base in servers]
             failures = [metric(base, _STORE_FAILURES) for base in servers]
@@ -203,3 +223,23 @@ def test_two_live_servers_continue_each_others_conversations(
     assert sum(hits) == sum(store_hits) == 2 * (len(LIVE_QUESTIONS) - 1)
     assert min(store_hits) > 0
     assert failures == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api_servers", [1, 2])
+def test_engines_of_one_server_continue_each_others_conversations(
+    tiny_model, tmp_path, expected, api_servers
+):
+    """Every turn goes to the engine that did not get the last one."""
+    url = f"file://{tmp_path / 'store'}"
+    engines = ("--data-parallel-size", "2", "--api-server-count", str(api_servers))
+    start = (sys.executable, tiny_model, tmp_path, *ENGINE, *engines, *sharing(url))
+    environment = engine_environment(VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    with serving(*start, **environment) as base:
+        places = [Place(base, rank) for rank in range(2)]
+        answers = converse(places, partial(files_at, url))
+        hits, store_hits = metric(base, _HITS), metric(base, _STORE_HITS)
+        failures = metric(base, _STORE_FAILURES)
+    assert answers == expected
+    assert hits == store_hits == 2 * (len(LIVE_QUESTIONS) - 1)
+    assert failures == 0

@@ -131,6 +131,7 @@ def test_turns_of_a_chat_template(model_path):
     assert report["answer"]
 
 
+@pytest.mark.slow
 def test_turns_of_a_template_without_an_end_token(model_path):
     template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"

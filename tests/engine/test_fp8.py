@@ -132,7 +132,9 @@ def test_every_retrieval_policy_runs(tiny_model, name):
     assert run["host_bytes"] == pages * 16 * 2 * 2 * 32
 
 
-@pytest.mark.parametrize("cache", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize(
+    "cache", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.slow)]
+)
 def test_prompts_attend_to_elements_in_host_memory(tiny_model, cache):
     """In blocks, with most tokens on the host: the first token is that of `full`."""
     shared = {"cache": cache, "scales": [0.05, 0.07], "emulate": not HAS_KERNEL}

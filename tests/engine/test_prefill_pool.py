@@ -42,7 +42,11 @@ def found(model: str, asynchronous: bool) -> dict[str, Any]:
     return result
 
 
-both = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+both = pytest.mark.parametrize(
+    "asynchronous",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["sync", "async"],
+)
 
 
 @both

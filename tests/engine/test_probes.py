@@ -27,7 +27,9 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", ["kvzip", pytest.param("infinipot", marks=pytest.mark.slow)]
+)
 def test_kept_positions_are_the_references(model_path, name):
     print("seed", SEED)
     runs = run_scenario(

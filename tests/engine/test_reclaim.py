@@ -73,17 +73,17 @@ def test_pages_are_shared_as_the_allocator_says(tiny_model, allocator):
 
 @pytest.mark.timeout(400)
 def test_eight_times_as_many_conversations_decode_at_once(tiny_model):
-    """4096-token conversations in one pool, with stock vLLM and with SnapKV."""
-    arguments = {"model": tiny_model, "blocks": 537, "prompt_tokens": 4096}
+    """2048-token conversations in one pool, with stock vLLM and with SnapKV."""
+    arguments = {"model": tiny_model, "blocks": 270, "prompt_tokens": 2048}
     stock = run_scenario(
         "scenarios_tiny:capacity", {**arguments, "policy": None, "conversations": 8}
     )
-    policy = {"name": "snapkv", "budget": 256}
+    policy = {"name": "snapkv", "budget": 128}
     compressed = run_scenario(
         "scenarios_tiny:capacity",
         {**arguments, "policy": policy, "conversations": 33},
     )
-    assert stock["most_decoding"] == (537 - 1) // (4096 // BLOCK + 1)
+    assert stock["most_decoding"] == (270 - 1) // (2048 // BLOCK + 1)
     assert compressed["most_decoding"] >= 8 * stock["most_decoding"], compressed
     assert compressed["preemptions"] == 0
     assert compressed["finished"] == 33

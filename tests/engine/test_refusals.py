@@ -488,6 +488,7 @@ def test_probes_get_their_positions_unless_the_user_set_the_length(model_path):
     assert lengths["set too large"][0] == "KVPolicyError"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_command_line")
 def test_flags_are_in_the_help():
     done = vllm_cli("serve", "--help=all")

@@ -287,13 +287,8 @@ def test_quantized_files_serve_servers_of_their_dtype(tiny_model, tmp_path):
     assert other["counts"]["failures"] == 0
 
 
-@pytest.mark.parametrize(
-    "ahead",
-    [
-        pytest.param(False, marks=pytest.mark.slow, id="sync"),
-        pytest.param(True, id="async"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 def test_an_idle_server_drops_sessions_by_age(tiny_model, tmp_path, ahead):
     """Memory and files, without a request or any other message."""
     run = run_scenario(

@@ -8,7 +8,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,14 @@ def _wait_until_ready(server: subprocess.Popen[bytes], base: str, log: Path) -> 
     raise AssertionError(f"not ready after {_START_S} s\n{log.read_text()[-4000:]}")
 
 
-def post(base: str, path: str, **body: Any) -> Any:
+def post(
+    base: str, path: str, headers: Mapping[str, str] | None = None, **body: Any
+) -> Any:
     """The JSON that a server answers to a greedy request for the model ``m``."""
     request = urllib.request.Request(
         base + path,
         json.dumps({"model": "m", "temperature": 0} | body).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json"} | dict(headers or {}),
     )
     with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
         return json.load(response)

@@ -77,6 +77,7 @@ print("RESULT " + json.dumps(results))
 """
 
 
+@pytest.mark.slow
 def test_every_script_shows_its_help():
     for library in ("transformers", "typer", "aiohttp"):
         pytest.importorskip(library)
