@@ -226,6 +226,7 @@ def test_two_live_servers_continue_each_others_conversations(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("api_servers", [1, 2])
 def test_engines_of_one_server_continue_each_others_conversations(
     tiny_model, tmp_path, expected, api_servers
@@ -235,7 +236,8 @@ def test_engines_of_one_server_continue_each_others_conversations(
     engines = ("--data-parallel-size", "2", "--api-server-count", str(api_servers))
     start = (sys.executable, tiny_model, tmp_path, *ENGINE, *engines, *sharing(url))
     environment = engine_environment(VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    with serving(*start, **environment) as base:
+    # Up to six processes start, one after the other.
+    with serving(*start, start_s=600, **environment) as base:
         places = [Place(base, rank) for rank in range(2)]
         answers = converse(places, partial(files_at, url))
         hits, store_hits = metric(base, _HITS), metric(base, _STORE_HITS)

@@ -18,7 +18,12 @@ _START_S, _STOP_S, _ANSWER_S = 300, 60, 300
 
 @contextmanager
 def serving(
-    python: str | Path, model: str, folder: Path, *arguments: str, **environment: str
+    python: str | Path,
+    model: str,
+    folder: Path,
+    *arguments: str,
+    start_s: float = _START_S,
+    **environment: str,
 ) -> Iterator[str]:
     """The address of a server, until the block ends. It serves the model as ``m``.
 
@@ -26,6 +31,7 @@ def serving(
         python: interpreter of the environment with vLLM.
         folder: working directory, and place of the log.
         arguments: of ``vllm serve``.
+        start_s: how long the server may take to start.
         environment: the whole environment; by default that of the test.
     """
     with socket.socket() as probe:
@@ -41,7 +47,7 @@ def serving(
         )
     try:
         base = f"http://127.0.0.1:{port}"
-        _wait_until_ready(server, base, log)
+        _wait_until_ready(server, base, log, start_s)
         yield base
     finally:
         server.terminate()
@@ -52,8 +58,10 @@ def serving(
             server.wait()
 
 
-def _wait_until_ready(server: subprocess.Popen[bytes], base: str, log: Path) -> None:
-    deadline = time.monotonic() + _START_S
+def _wait_until_ready(
+    server: subprocess.Popen[bytes], base: str, log: Path, start_s: float
+) -> None:
+    deadline = time.monotonic() + start_s
     while time.monotonic() < deadline:
         assert server.poll() is None, log.read_text()[-4000:]
         try:
@@ -61,7 +69,7 @@ def _wait_until_ready(server: subprocess.Popen[bytes], base: str, log: Path) -> 
             return
         except (OSError, urllib.error.URLError):
             time.sleep(0.5)
-    raise AssertionError(f"not ready after {_START_S} s\n{log.read_text()[-4000:]}")
+    raise AssertionError(f"not ready after {start_s} s\n{log.read_text()[-4000:]}")
 
 
 def post(
