@@ -212,6 +212,51 @@ def talks(
     return {"plain": plain, "speculating": run, **acceptance(drivers[0].llm)}
 
 
+def drafted_talks(
+    model: str,
+    policy: dict[str, Any],
+    drafter: dict[str, Any],
+    settings: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Conversations with a drafter.
+
+    Args:
+        arguments: of ``scenarios_sessions:talks``.
+
+    Returns:
+        What ``talks`` returns; per turn, drafts and accepted drafts since the start;
+        the model runner.
+    """
+    turns: list[dict[str, int]] = []
+    runners: list[str] = []
+
+    def after_turn(driver: Driver) -> None:
+        turns.append(acceptance(driver.llm))
+        is_v2 = hasattr(driver.worker.model_runner, "req_states")
+        runners.append("V2" if is_v2 else "V1")
+
+    drafts = {"speculative_config": drafter, "disable_log_stats": False}
+    settings = {"skip_tokenizer_init": False, **drafts, **(settings or {})}
+    run = scenarios_sessions.talks(
+        model, policy, settings=settings, after_turn=after_turn, **arguments
+    )
+    return run | {"turns": turns, "runner": runners[0]}
+
+
+def drafted_odds(
+    model: str, policy: dict[str, Any], drafter: dict[str, Any]
+) -> dict[str, Any]:
+    """``scenarios_sessions:odds`` with a drafter, with drafts and accepted drafts."""
+    settings = {"speculative_config": drafter, "disable_log_stats": False}
+    return scenarios_sessions.odds(
+        model,
+        policy,
+        settings | {"skip_tokenizer_init": False},
+        at_end=lambda driver: acceptance(driver.llm),
+    )
+
+
 def stock_acceptance(
     model: str, drafter: dict[str, Any], seed: int, lengths: list[int], max_tokens: int
 ) -> dict[str, int]:
