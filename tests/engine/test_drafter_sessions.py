@@ -260,6 +260,30 @@ def test_heads_accept_as_many_drafts_as_after_recomputed_histories(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_heads_continue_behind_a_shared_prefix(tiny_model, tmp_path, blocks):
+    """vLLM drops the last block of what it finds, and here it finds the prefix only."""
+    model, head = write_pair(tmp_path, tiny_model, "eagle")
+    tokens = 32 * blocks
+    runs = [
+        talks(
+            model,
+            FLOW | {"shared_prefix": tokens, "sessions": sessions},
+            drafter=head,
+            prefix=tokens,
+            evicts_behind=blocks,
+        )
+        for sessions in (False, True)
+    ]
+    assert runs[0]["answers"] == runs[1]["answers"]
+    assert runs[1]["counts"]["hits"] == TALKS * (len(QUESTIONS) - 1)
+    # Also without sessions, requests find the whole prefix.
+    assert min(min(turn) for turn in runs[0]["cached"][1:]) == tokens
+    accepted, restored = (run["turns"][-1]["accepted"] for run in runs)
+    assert restored >= 0.8 * accepted > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("on_device", [False, True], ids=["from the host", "device"])
 def test_on_model_runner_v2(tiny_model, recomputed, on_device):
     run = talks(
