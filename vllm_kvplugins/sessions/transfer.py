@@ -167,7 +167,9 @@ class Transfer:
             on_device = self._on_device(saved)
             if in_place:
                 assert saved.blocks is not None, "it was read from a file"
-                assert tuple(blocks) == saved.blocks[: len(blocks)], "other blocks"
+                assert tuple(blocks) == saved.blocks[: len(blocks)], (
+                    "it was saved from other blocks"
+                )
             for (regions, stored), part in zip(
                 self._heaps, on_device.parts, strict=True
             ):
