@@ -212,6 +212,76 @@ def talks(
     return {"plain": plain, "speculating": run, **acceptance(drivers[0].llm)}
 
 
+def drafted_talks(
+    model: str,
+    policy: dict[str, Any],
+    drafter: dict[str, Any],
+    settings: dict[str, Any] | None = None,
+    evicts_behind: int | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Conversations with a drafter.
+
+    Args:
+        evicts_behind: after each turn, vLLM's prefix cache keeps the first so many
+            blocks of a request and no others; None: it keeps all.
+        arguments: of ``scenarios_sessions:talks``.
+
+    Returns:
+        What ``talks`` returns; per turn, drafts and accepted drafts since the start;
+        the model runner.
+    """
+    turns: list[dict[str, int]] = []
+    runners: list[str] = []
+    first_blocks: set[int] = set()
+
+    def prepare(driver: Driver) -> None:
+        free = driver.manager.pop_blocks_for_free
+
+        def noted(request_id: str) -> list[Any]:
+            blocks = driver.manager.req_to_blocks.get(request_id, ())
+            first_blocks.update(b.block_id for b in blocks[: evicts_behind or 0])
+            freed: list[Any] = free(request_id)
+            return freed
+
+        driver.manager.pop_blocks_for_free = noted
+
+    def after_turn(driver: Driver) -> None:
+        if evicts_behind is not None:
+            pool = driver.scheduler.kv_cache_manager.block_pool
+            cached = {b.block_id for b in pool.blocks if b.block_hash is not None}
+            assert cached & first_blocks, "the prefix is not in the prefix cache"
+            pool.evict_blocks(cached - first_blocks)
+        turns.append(acceptance(driver.llm))
+        is_v2 = hasattr(driver.worker.model_runner, "req_states")
+        runners.append("V2" if is_v2 else "V1")
+
+    drafts = {"speculative_config": drafter, "disable_log_stats": False}
+    settings = {"skip_tokenizer_init": False, **drafts, **(settings or {})}
+    run = scenarios_sessions.talks(
+        model,
+        policy,
+        settings=settings,
+        prepare=prepare,
+        after_turn=after_turn,
+        **arguments,
+    )
+    return run | {"turns": turns, "runner": runners[0]}
+
+
+def drafted_odds(
+    model: str, policy: dict[str, Any], drafter: dict[str, Any]
+) -> dict[str, Any]:
+    """``scenarios_sessions:odds`` with a drafter, with drafts and accepted drafts."""
+    settings = {"speculative_config": drafter, "disable_log_stats": False}
+    return scenarios_sessions.odds(
+        model,
+        policy,
+        settings | {"skip_tokenizer_init": False},
+        at_end=lambda driver: acceptance(driver.llm),
+    )
+
+
 def stock_acceptance(
     model: str, drafter: dict[str, Any], seed: int, lengths: list[int], max_tokens: int
 ) -> dict[str, int]:

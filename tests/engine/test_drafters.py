@@ -16,12 +16,9 @@ import runners
 import speculating
 from draft_models import (
     drafter,
-    write_calm_copy,
     write_copy_with_more_heads,
-    write_eagle3_head,
-    write_eagle_head,
-    write_model_with_mtp,
     write_noisy_copy,
+    write_pair,
 )
 from harness import run_scenario
 from policy_settings import SMALL_BUDGETS, configure
@@ -60,17 +57,6 @@ def speculate(
 def check_mixed(run: dict[str, Any]) -> None:
     """Many drafts were accepted, and many were rejected."""
     assert 0.1 * run["drafts"] < run["accepted"] < 0.9 * run["drafts"], run
-
-
-def write_pair(folder: Path, tiny_model: str, method: str) -> tuple[str, Any]:
-    """A model and a head that drafts for it, right about one time in three."""
-    gains = (0.15, 0.15) if method == "eagle3" else (1.0, 0.3)
-    calm = str(write_calm_copy(folder / "model", tiny_model, gains))
-    if method == "mtp":
-        path = write_model_with_mtp(folder / "mtp", calm)
-        return str(path), drafter(path, method)
-    write = {"eagle": write_eagle_head, "eagle3": write_eagle3_head}[method]
-    return calm, drafter(write(folder / "head", calm), method)
 
 
 def check_copied(run: dict[str, Any]) -> None:

@@ -131,11 +131,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {"speculative_config": NGRAM, "async_scheduling": True},
         ["[KVP048]", "remove --async-scheduling or --speculative-config"],
     ),
-    "session of a drafter with a cache": (
-        SNAPKV | {"sessions": True},
-        {"speculative_config": DRAFT_MODEL},
-        ["[KVP004]", "'draft_model'", '"sessions": false'],
-    ),
     "drafter with windows": (
         SNAPKV,
         {"speculative_config": DRAFT_MODEL | {"model": "mistral"}},

@@ -128,7 +128,12 @@ def output_weights() -> torch.Tensor:
 class FakeEngine:
     """Runs requests under a policy, and checks the cache in every step.
 
+    Args:
+        drafts: there is a drafter, which is a copy of the model with every KV head
+            twice.
+
     Attributes:
+        draft_heap: the cache of the drafter's layers; None without a drafter.
         fetches: dropped tokens may come back.
         free: ids of free blocks; block 0 is the null block.
         steps: how many have run; every ``attend_every``-th attends.
@@ -143,6 +148,7 @@ class FakeEngine:
         sessions: bool = False,
         rules: Sequence[LogitRules] = (),
         fp8: Fp8 | None = None,
+        drafts: bool = False,
     ) -> None:
         self.block, self.blocks = block, blocks
         layout = PageLayout.transposed_keys(block, HEAD_DIM)
@@ -153,6 +159,10 @@ class FakeEngine:
             self.unowned = 0x7F  # NaN in e4m3 and e5m2
             pages = torch.full(pages.shape, 0x7F, dtype=torch.uint8)
         self.heap = Heap(pages, layout, LAYERS, blocks, KV_HEADS, fp8)
+        self.draft_heap = None
+        if drafts:
+            more = torch.full((2 * rows, layout.page_elems), torch.nan)
+            self.draft_heap = Heap(more, layout, LAYERS, blocks, 2 * KV_HEADS)
         size = pages.itemsize
         per_token = 2 * LAYERS * KV_HEADS * HEAD_DIM * size
         geometry = Geometry(block, LAYERS, KV_HEADS, per_token, HEAD_DIM, size)
@@ -167,6 +177,7 @@ class FakeEngine:
             model,
             FakeSurprisal(),
             rules,
+            self.draft_heap,
             output_weights=[output_weights] * LAYERS,
         )
         self.runtime.records = []
@@ -293,12 +304,18 @@ class FakeEngine:
             tokens = min(computed, len(kept) * self.block)
             self.prefix_tokens[request.prefix] = tokens
         self.free += freed
-        self.pages[:, freed] = self.unowned
+        for pages in self.pages:
+            pages[:, freed] = self.unowned
 
     @property
-    def pages(self) -> torch.Tensor:
-        """[LAYERS, blocks, KV_HEADS, page_elems]."""
-        return self.heap.pages.view(LAYERS, self.blocks, KV_HEADS, -1)
+    def pages(self) -> list[torch.Tensor]:
+        """[LAYERS, blocks, KV heads, page_elems], of the model and of a drafter."""
+        heaps = [self.heap, self.draft_heap]
+        return [
+            heap.pages.view(LAYERS, self.blocks, heap.num_kv_heads, -1)
+            for heap in heaps
+            if heap is not None
+        ]
 
     # -- steps ------------------------------------------------------------
 
@@ -361,18 +378,31 @@ class FakeEngine:
         return rows
 
     def _write(self, request: Request, start: int, stop: int) -> None:
-        at = torch.arange(start, stop)
-        block = torch.tensor(request.table)[at // self.block]
-        pages = self.heap.page_ids(block).reshape(-1)
-        slots = (at % self.block).repeat(LAYERS * KV_HEADS)
         parts = [part[:, :, start:stop] for part in (request.keys, request.values)]
         if self.heap.fp8 is not None:
             parts = [
                 torch.stack(list(map(self._elements, part, scales)))
                 for part, scales in self._scaled(*parts)
             ]
+        self._scatter(self.heap, request, start, parts)
+        if self.draft_heap is not None:
+            twice = [part.repeat_interleave(2, 1) for part in parts]
+            self._scatter(self.draft_heap, request, start, twice)
+
+    def _scatter(
+        self, heap: Heap, request: Request, start: int, parts: list[torch.Tensor]
+    ) -> None:
+        """Write keys and values of a request into a heap.
+
+        Args:
+            parts: two [LAYERS, KV heads, tokens, HEAD_DIM].
+        """
+        at = torch.arange(start, start + parts[0].shape[2])
+        block = torch.tensor(request.table)[at // self.block]
+        pages = heap.page_ids(block).reshape(-1)
+        slots = (at % self.block).repeat(heap.rows)
         keys, values = (part.reshape(-1, HEAD_DIM) for part in parts)
-        scatter_tokens(self.heap.kv, pages, slots, keys, values)
+        scatter_tokens(heap.kv, pages, slots, keys, values)
 
     def _due(self, row: Row) -> Compaction | None:
         plan = self.plan(row.request_id)
@@ -546,9 +576,10 @@ class FakeEngine:
         held = [r.table[i] for r in requests for i in r.held if i >= r.shared]
         held += shared
         assert sorted(self.free + held) == list(range(1, self.blocks))
-        free = self.pages[:, self.free]
-        unowned = free.isnan() if self.heap.fp8 is None else free == self.unowned
-        assert unowned.all(), "a free block was written"
+        for pages in self.pages:
+            free = pages[:, self.free]
+            unowned = free.isnan() if self.heap.fp8 is None else free == self.unowned
+            assert unowned.all(), "a free block was written"
 
     def check_idle(self) -> None:
         """After the last request, nothing may be left."""

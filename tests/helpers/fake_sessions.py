@@ -29,7 +29,7 @@ class SessionEngine(FakeEngine):
         # request -> position from which on the worker has seen its queries
         self.known_from: dict[str, int] = {}
         # contents of blocks at their release, by block id
-        self.left: dict[int, torch.Tensor] = {}
+        self.left: dict[int, list[torch.Tensor]] = {}
 
     @property
     def transfer(self) -> Transfer:
@@ -38,14 +38,15 @@ class SessionEngine(FakeEngine):
     def _release(self, request: Request, indices: set[int]) -> None:
         for index in indices:
             block = request.table[index]
-            self.left[block] = self.pages[:, block].clone()
+            self.left[block] = [pages[:, block].clone() for pages in self.pages]
         super()._release(request, indices)
 
     def _parked(self, blocks: tuple[int, ...]) -> list[int]:
         """The blocks that are free and unchanged since their release."""
         for block in blocks:
             self.free.remove(block)
-            self.pages[:, block] = self.left[block]
+            for pages, left in zip(self.pages, self.left[block], strict=True):
+                pages[:, block] = left
         return list(blocks)
 
     def save(self, name: str, cut: int = 0) -> CacheSnapshot:
@@ -130,8 +131,8 @@ class SessionEngine(FakeEngine):
         first = saved.compaction.retained.start if saved.compaction else len(prefix)
         own = range(first, -(-tokens // self.block))
         if in_place:
-            assert saved.place is not None
-            fresh = self._parked(saved.place.blocks[: len(own)])
+            assert saved.blocks is not None
+            fresh = self._parked(saved.blocks[: len(own)])
         else:
             fresh = [self.free.pop() for _ in own]
         request.held = {*range(len(prefix)), *own}

@@ -65,6 +65,7 @@ class Scheduling(ResidencyScheduling, Stock):
         Stock.__init__(self, kv_cache_manager)
         self._residency_manager = residency_manager(kv_cache_manager)
         self._caches_states = caches_states(kv_cache_manager)
+        self._drops_last_block = False
 
 
 @dataclass(eq=False)

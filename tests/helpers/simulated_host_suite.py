@@ -282,13 +282,13 @@ def test_sessions_leave_the_gpu_and_come_back(
     saved = save(transfer, name, compaction, tokens, own, tokens)
     assert whole // 8 < largest.pop() <= whole // 4, "copied whole, there"
     contents = zone_contents(life, name).clone()
-    assert saved.place is not None
+    (part,) = saved.parts
     moved = (
-        saved.retained,
-        saved.tail,
-        saved.counts,
-        saved.positions,
-        saved.place.retained,
+        part.retained,
+        part.tail,
+        part.counts,
+        part.positions,
+        part.retained_ids,
     )
     for tensor in moved:
         assert not isinstance(tensor, GpuTensor), "still on the GPU"

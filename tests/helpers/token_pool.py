@@ -8,22 +8,21 @@ import torch
 
 from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.sessions.commands import Tokens
-from vllm_kvplugins.sessions.snapshot import CacheSnapshot
+from vllm_kvplugins.sessions.snapshot import CacheSnapshot, HeapPart
 
 PAGE = 64
 
 
 def snapshot(tokens: Tokens, compaction: Compaction | None) -> CacheSnapshot:
     """Pages that consist of the tokens whose cache they are."""
-    return CacheSnapshot(
-        tokens=len(tokens),
-        compaction=compaction,
+    part = HeapPart(
         counts=torch.zeros(1, dtype=torch.int64),
         positions=torch.zeros(1, 0, dtype=torch.int32),
         retained=torch.zeros(0, PAGE, dtype=torch.uint8),
         tail=torch.from_numpy(tokens.copy()).view(torch.uint8)[None],
         layout="l",
     )
+    return CacheSnapshot(len(tokens), compaction, (part,))
 
 
 class Pool:
@@ -49,7 +48,7 @@ class Pool:
     ) -> None:
         if self.fails:
             raise MemoryError("none left")
-        cache = saved.tail.reshape(-1).view(torch.int32).numpy()
+        cache = saved.parts[0].tail.reshape(-1).view(torch.int32).numpy()
         self.restored[request] = cache[:tokens].copy()
 
     def mismatch(self, saved: CacheSnapshot) -> str | None:

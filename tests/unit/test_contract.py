@@ -308,7 +308,7 @@ def test_the_fake_engine_sees_a_read_of_what_nobody_owns():
     request = engine.add("tail", *REQUESTS["tail"])
     for _ in range(3):
         engine.step({"tail": ONE_CHUNK})
-    engine.pages[1, request.table[max(request.held) - 1], 0] = torch.nan
+    engine.pages[0][1, request.table[max(request.held) - 1], 0] = torch.nan
     with pytest.raises(AssertionError, match="read memory that no request owns"):
         engine.step({"tail": 1})
 

@@ -28,7 +28,6 @@ def cpu(monkeypatch):
 
 def problems(
     types: tuple[str, ...] = (FULL, FULL),
-    uses_sessions: bool = False,
     **changes: Any,
 ) -> list[str]:
     """Reasons for a draft model; changes are dotted names with __ for a dot."""
@@ -50,7 +49,7 @@ def problems(
             owner = getattr(owner, part)
         setattr(owner, last, value)
     policy = parse_policy("snapkv")
-    return speculation.problems(config, policy, types, uses_sessions)
+    return speculation.problems(config, policy, types)
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
@@ -65,7 +64,6 @@ DRAFT = "speculative_config__draft_model_config__"
     ("changes", "words"),
     [
         ({"types": (FULL, SLIDING)}, "which has others too; use a drafter without"),
-        ({"uses_sessions": True}, 'set "sessions": false'),
         ({"parallel_config__world_size": 2}, "on one rank only so far"),
         ({"cache_config__cache_dtype": "fp8"}, "use --kv-cache-dtype auto"),
         ({DRAFT + "use_mla": True}, "not plain full attention"),
@@ -88,5 +86,5 @@ def test_gpus_are_refused(monkeypatch):
 
 
 def test_all_reasons_are_reported_at_once():
-    reasons = problems(uses_sessions=True, speculative_config__parallel_drafting=True)
+    reasons = problems((FULL, SLIDING), speculative_config__parallel_drafting=True)
     assert len(reasons) == 2

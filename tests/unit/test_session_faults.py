@@ -37,7 +37,7 @@ class Weighed(Caches):
 
     def save(self, *arguments: object) -> CacheSnapshot:
         saved = cache(9)
-        self.alive.add(saved.tail)
+        self.alive.add(saved.parts[0].tail)
         return saved
 
     @property
@@ -318,7 +318,7 @@ def test_a_cancelled_job_is_freed_at_once():
     thread, go = FileThread("t"), threading.Event()
     running = thread.submit(lambda: go.wait(20))
     kept = cache(9)
-    alive = weakref.ref(kept.tail)
+    alive = weakref.ref(kept.parts[0].tail)
     queued = thread.submit(lambda kept=kept: kept)
     del kept
     wait_for(lambda: running.running())
@@ -333,7 +333,7 @@ def test_a_cancelled_job_is_freed_at_once():
 
 def test_a_job_that_has_ended_is_freed():
     thread, kept = FileThread("t"), cache(9)
-    alive = weakref.ref(kept.tail)
+    alive = weakref.ref(kept.parts[0].tail)
     ended: Future[object] = thread.submit(lambda kept=kept: None)
     del kept
     wait_for(ended.done)

@@ -37,7 +37,7 @@ from vllm_kvplugins.sessions.files import (
     SessionFolder,
 )
 from vllm_kvplugins.sessions.inspection import list_files, open_folders
-from vllm_kvplugins.sessions.snapshot import CacheSnapshot
+from vllm_kvplugins.sessions.snapshot import CacheSnapshot, HeapPart
 from vllm_kvplugins.sessions.storage import remove_leftovers
 from vllm_kvplugins.sessions.store import SessionStore
 from vllm_kvplugins.sessions.tensor_file import SessionFileError
@@ -48,14 +48,17 @@ from vllm_kvplugins.sessions.tensor_file import SessionFileError
 def cache(n: int = 9) -> CacheSnapshot:
     rng = torch.Generator().manual_seed(n)
     pages = torch.randn(6, 16, generator=rng).to(torch.bfloat16)
-    return CacheSnapshot(
-        tokens=n,
-        compaction=None,
-        counts=torch.zeros(2, dtype=torch.int64),
-        positions=torch.zeros(2, 0, dtype=torch.int32),
+    return CacheSnapshot(n, None, (part_of(pages, 2, "l"),))
+
+
+def part_of(pages: torch.Tensor, rows: int, layout: str) -> HeapPart:
+    """A part without a retained region."""
+    return HeapPart(
+        counts=torch.zeros(rows, dtype=torch.int64),
+        positions=torch.zeros(rows, 0, dtype=torch.int32),
         retained=pages[:0].clone(),
         tail=pages,
-        layout="l",
+        layout=layout,
     )
 
 
@@ -146,7 +149,7 @@ def test_a_write_that_fails_half_way_leaves_no_file(tmp_path, monkeypatch):
 def test_a_file_is_private_synced_and_written_without_a_copy(tmp_path, monkeypatch):
     """Also with another umask; syncs the whole file."""
     files, large = folder(tmp_path), cache()
-    large.tail = torch.zeros(6000, 1000)
+    large.parts = (part_of(torch.zeros(6000, 1000), 2, "l"),)
     synced = []
     sync = os.fsync
 
@@ -164,11 +167,11 @@ def test_a_file_is_private_synced_and_written_without_a_copy(tmp_path, monkeypat
     finally:
         tracemalloc.stop()
         os.umask(mask)
-    assert peak < large.tail.nbytes / 20
+    assert peak < large.num_bytes / 20
     stat = files.path("s", 0).stat()
     assert stat.st_mode & 0o777 == 0o600
     assert synced == [(stat.st_ino, stat.st_size)]
-    assert torch.equal(files.read("s", 0).tail, large.tail)
+    assert torch.equal(files.read("s", 0).parts[0].tail, large.parts[0].tail)
 
 
 def test_only_the_owner_reads_the_folders(tmp_path):
@@ -519,7 +522,7 @@ def test_the_default_limit_on_files_is_a_share_of_the_free_space(tmp_path):
     assert empty == pytest.approx(free / 4, rel=0.01)
     (files.folder / "notes").write_bytes(b"x" * 1000)
     large = cache()
-    large.tail = torch.zeros(5000, 1000)
+    large.parts = (part_of(torch.zeros(5000, 1000), 2, "l"),)
     files.write(session("s", np.arange(9, dtype=np.int32)), 0, large)
     assert limit() == pytest.approx(empty, rel=0.01)
     assert limit(session_disk=None) is None

@@ -154,7 +154,7 @@ def test_other_blocks_cannot_be_reused_in_place():
     saved, blocks = engine.save("r"), [3, 2, 1]
     with pytest.raises(AssertionError, match="saved from other blocks"):
         engine.transfer.restore("s", 60, saved, saved.tokens, blocks, in_place=True)
-    saved.place = None
+    saved.blocks = None
     with pytest.raises(AssertionError, match="read from a file"):
         engine.transfer.restore("s", 60, saved, saved.tokens, blocks, in_place=True)
 
@@ -227,7 +227,8 @@ def test_two_requests_continue_one_session(name):
     first = says(engine.add("r", 40, 12))
     run(engine, first, 9)
     saved = engine.save("r")
-    before = [saved.retained.clone(), saved.tail.clone()]
+    (part,) = saved.parts
+    before = [part.retained.clone(), part.tail.clone()]
     engine.remove("r")
     twins = []
     for twin, limit in (("r", None), ("s", 44)):
@@ -243,8 +244,8 @@ def test_two_requests_continue_one_session(name):
     assert twins[1].computed <= 44
     while not all(t.done for t in twins):
         engine.step({t.name: 5 for t in twins if not t.done})
-    assert torch.equal(saved.retained, before[0])
-    assert torch.equal(saved.tail, before[1])
+    assert torch.equal(part.retained, before[0])
+    assert torch.equal(part.tail, before[1])
     for twin in twins:
         engine.remove(twin.name)
     engine.check_idle()
@@ -272,18 +273,19 @@ def test_a_snapshot_survives_its_file(tmp_path, name):
     files.write(session, 0, saved)
     read = files.read("s", 0)
     assert (read.tokens, read.compaction) == (saved.tokens, saved.compaction)
-    for part in ("counts", "positions", "retained", "tail"):
-        assert torch.equal(getattr(read, part), getattr(saved, part)), part
+    for tensor in ("counts", "positions", "retained", "tail"):
+        expected = getattr(saved.parts[0], tensor)
+        assert torch.equal(getattr(read.parts[0], tensor), expected), tensor
     assert (read.queries is None) == (saved.queries is None) == (name == "h2o")
     if saved.queries is not None:
         expected = request.queries[:, 40:51]
         assert torch.equal(read.queries, expected)
-        pages = (saved.retained.numel() + saved.tail.numel()) * 4
+        pages = saved.parts[0].num_bytes
         assert read.num_bytes == pages + expected.numel() * 4
     (file,) = files.scan().sessions
     assert file.session.first_query == saved.first_query
     # other requests' tokens in its partial page are not saved
-    assert saved.tail.isfinite().all()
+    assert saved.parts[0].tail.isfinite().all()
     for layer, packed in saved.observed.items():
         assert torch.equal(read.observed[layer]["observed"], packed["observed"])
     assert engine.transfer.mismatch(read) is None
@@ -295,7 +297,7 @@ def test_a_snapshot_of_another_layout_does_not_fit():
     saved = engine.save("r")
     other = SessionEngine(small("snapkv"), 2 * BLOCK, 80, sessions=True)
     assert "its pages are" in str(other.transfer.mismatch(saved))
-    saved.layout = "other"
+    saved.parts = (replace(saved.parts[0], layout="other"),)
     assert "instruction set" in str(engine.transfer.mismatch(saved))
 
 

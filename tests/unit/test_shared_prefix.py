@@ -353,9 +353,10 @@ def test_sessions_continue_behind_a_shared_prefix(policy, in_place):
         assert request.table[:SHARED] == prefix
         saved = engine.save("talk")
         if saved.compaction is not None:
-            assert saved.retained.shape[0] == int(saved.counts.sum())
+            (part,) = saved.parts
+            assert part.retained.shape[0] == int(part.counts.sum())
             size = len(saved.compaction.retained)
-            assert int(saved.counts.sum()) == size * len(saved.counts), "a prefix in it"
+            assert int(part.counts.sum()) == size * len(part.counts), "a prefix in it"
         if turn < 2:
             engine.remove("talk")
     assert request is not None

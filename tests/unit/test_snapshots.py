@@ -68,15 +68,15 @@ def test_pieces_are_the_whole(
 ):
     """Bit for bit, also for a session that is cut off."""
     whole, expected = go_on(name, max_tokens)
-    page = whole.tail[:1].nbytes
+    page = whole.parts[0].tail[:1].nbytes
     monkeypatch.setattr(stored_pages, "PIECE_BYTES", pages * page + page // 2)
     sizes = copied(monkeypatch)
     saved, saved_objects = go_on(name, max_tokens)
     for part in ("retained", "tail", "counts", "positions"):
-        assert getattr(saved, part).equal(getattr(whole, part)), part
+        assert getattr(saved.parts[0], part).equal(getattr(whole.parts[0], part)), part
     assert saved_objects == expected
     assert max(sizes) == pages * page
-    both_ways = whole.tail.nbytes + whole.retained.nbytes
+    both_ways = whole.parts[0].num_bytes
     assert both_ways < sum(sizes) <= 2 * both_ways
 
 
@@ -85,7 +85,7 @@ def test_a_page_larger_than_a_piece_is_one(monkeypatch):
     monkeypatch.setattr(stored_pages, "PIECE_BYTES", 1)
     sizes = copied(monkeypatch)
     assert go_on("snapkv", None)[1] == expected
-    assert set(sizes) == {whole.tail[:1].nbytes}
+    assert set(sizes) == {whole.parts[0].tail[:1].nbytes}
 
 
 # -- loads that fail -----------------------------------------------------------------

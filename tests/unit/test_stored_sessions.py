@@ -122,7 +122,9 @@ def test_unused_slots_leave_nothing(session_dtype):
     """The last block has one unused slot, which holds NaN in the pool."""
     saved = saved_request(session_dtype)[2]
     rows = QuantizedRows(HEAD_DIM, DTYPES[session_dtype])
-    last = saved.tail.view(LAYERS * KV_HEADS, -1, 2, BLOCK, rows.row_bytes)[:, -1]
+    last = saved.parts[0].tail.view(LAYERS * KV_HEADS, -1, 2, BLOCK, rows.row_bytes)[
+        :, -1
+    ]
     assert saved.tokens % BLOCK == 3
     assert not last[:, :, 3:].any()
     assert rows.dequantize(last).isfinite().all()
@@ -137,7 +139,7 @@ def test_pieces_are_the_whole(monkeypatch, pages):
     monkeypatch.setattr(stored_pages, "QUANTIZED_PIECE_BYTES", pages * page_bytes + 1)
     engine, request, saved = saved_request("int8")
     for part in ("retained", "tail"):
-        assert getattr(saved, part).equal(getattr(whole, part)), part
+        assert getattr(saved.parts[0], part).equal(getattr(whole.parts[0], part)), part
     found = restored(engine, request, saved, 45)
     assert found.keys() == expected.keys()
     for place, rows in found.items():

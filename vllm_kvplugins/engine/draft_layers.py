@@ -52,6 +52,9 @@ class DraftLayers:
         heap: of the draft layers. Its blocks are those of the model's heap; number and
             size of its KV heads may be others.
         model: heap of the layers that the policy manages.
+
+    Attributes:
+        regions: the retained regions, which sessions save and restore.
     """
 
     def __init__(self, heap: Heap, model: Heap) -> None:
@@ -64,7 +67,7 @@ class DraftLayers:
             device=heap.pages.device,
         )
         self.heap = heap
-        self._regions = RetainedRegions(heap, tables)
+        self.regions = RetainedRegions(heap, tables)
         self._residents: dict[str, Resident] = {}
         # int64 [rows]: the model's row that each row follows.
         self._followed = torch.tensor(
@@ -97,7 +100,7 @@ class DraftLayers:
             resident = self._residents.get(request_id)
             if resident is not None:
                 slot_indices[index] = resident.slot_index
-        return self._regions.tables.build(slot_indices, seq_lens, block_table)
+        return self.regions.tables.build(slot_indices, seq_lens, block_table)
 
     def compact(
         self, due: DueCompaction, scores: torch.Tensor, positions: torch.Tensor
@@ -111,9 +114,9 @@ class DraftLayers:
         """
         row, compaction, size = due.row, due.compaction, self.heap.layout.block_size
         resident = self._residents.get(row.request_id)
-        owned = self._regions.owned(row, due.blocks, resident)
-        competing = self._regions.competing(row, owned)
-        fixed = self._regions.fixed(compaction, resident)
+        owned = self.regions.owned(row, due.blocks, resident)
+        competing = self.regions.competing(row, owned)
+        fixed = self.regions.fixed(compaction, resident)
         slots = int(competing.max()) * size
         own = self._scores_at(owned.positions[:, :slots], scores, positions)
         place = torch.arange(slots, device=own.device)
@@ -123,7 +126,7 @@ class DraftLayers:
         kept = compaction.shared_blocks + len(compaction.retained)
         counts = torch.full_like(competing, kept)
         keep = is_fixed | keep_top(own, (counts - fixed) * size)
-        self._residents[row.request_id], _ = self._regions.compact(
+        self._residents[row.request_id], _ = self.regions.compact(
             due, resident, owned, competing, keep, counts
         )
 
@@ -152,25 +155,38 @@ class DraftLayers:
         own = own.long()
         return by_position.gather(1, torch.where(own >= 0, own, behind))
 
+    def resident(self, request_id: str) -> Resident | None:
+        """The retained region of a request; None: it was never compacted."""
+        return self._residents.get(request_id)
+
+    def resume(self, request_id: str, resident: Resident | None) -> None:
+        """Let a request continue from a retained region that a session restored.
+
+        Args:
+            resident: None: the session was never compacted.
+        """
+        if resident is not None:
+            self._residents[request_id] = resident
+
     def forget(self, request_id: str) -> None:
         """Drop the state of a request, if there is any."""
         resident = self._residents.pop(request_id, None)
         if resident is not None:
-            self._regions.tables.release(resident.slot_index)
+            self.regions.tables.release(resident.slot_index)
 
     def device_bytes(self, request_id: str) -> int:
         """Device memory of a request outside vLLM's pool of blocks, in bytes."""
         resident = self._residents.get(request_id)
         if resident is None:
             return 0
-        return self._regions.tables.request_bytes + int(resident.positions.nbytes)
+        return self.regions.tables.request_bytes + int(resident.positions.nbytes)
 
     @property
     def allocated_device_bytes(self) -> int:
         """Device memory that is allocated outside vLLM's pool of blocks, in bytes."""
         residents = self._residents.values()
         positions = sum(int(each.positions.nbytes) for each in residents)
-        return self._regions.tables.num_bytes + positions
+        return self.regions.tables.num_bytes + positions
 
     def check_integrity(self, compacted: set[str]) -> None:
         """The draft layers of exactly the compacted requests have slot indices.
@@ -184,6 +200,6 @@ class DraftLayers:
         )
         slot_indices = {each.slot_index for each in self._residents.values()}
         assert len(slot_indices) == len(compacted), "slot indices shared"
-        assert self._regions.tables.num_slot_indices == len(compacted), (
+        assert self.regions.tables.num_slot_indices == len(compacted), (
             "slot indices leaked"
         )

@@ -446,6 +446,21 @@ class PolicyRuntime:
 
     # -- sessions: called between steps, whose tensors they change ---------------
 
+    @property
+    def regions(self) -> tuple[RetainedRegions, ...]:
+        """Retained regions in each heap: the model's layers, then the drafter's."""
+        assert self._compactor is not None, "the heap is not bound"
+        drafts = () if self.draft_layers is None else (self.draft_layers.regions,)
+        return (self._compactor.regions, *drafts)
+
+    def residents(self, request_id: str) -> tuple[Resident | None, ...]:
+        """A request's retained region in each of ``regions``; None: not compacted."""
+        drafts = self.draft_layers
+        resident = self.request_state(request_id).resident
+        if drafts is None:
+            return (resident,)
+        return resident, drafts.resident(request_id)
+
     def request_state(self, request_id: str) -> RequestState:
         """State of a request; a new one if the runtime has none."""
         return self._requests.get(request_id, RequestState())
@@ -455,6 +470,7 @@ class PolicyRuntime:
         request_id: str,
         prompt_tokens: int,
         state: RequestState,
+        residents: Sequence[Resident | None],
         tokens: int,
         blocks: torch.Tensor,
         prefix: torch.Tensor,
@@ -465,12 +481,17 @@ class PolicyRuntime:
         request if a compaction is due at this token count.
 
         Args:
+            state: of the request, without its retained region.
+            residents: its retained region in each of ``regions``.
             tokens: number of restored tokens.
             blocks: int64, physical ids, from its first restored block on.
             prefix: int64, physical ids of first blocks that hold their tokens already.
         """
+        state.resident, *drafts = residents
         if state != RequestState():
             self._requests[request_id] = state
+        if self.draft_layers is not None:
+            self.draft_layers.resume(request_id, *drafts)
         plan = self._plan_of(request_id, prompt_tokens)
         due = plan.due(state.compacted_at, tokens)
         if due is not None:

@@ -28,7 +28,7 @@ from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions import tensor_file
 from vllm_kvplugins.sessions.commands import Session, Tokens
 from vllm_kvplugins.sessions.settings import SessionDtype
-from vllm_kvplugins.sessions.snapshot import CacheSnapshot
+from vllm_kvplugins.sessions.snapshot import CacheSnapshot, HeapPart
 from vllm_kvplugins.sessions.storage import (
     DirectoryStorage,
     SessionStorage,
@@ -144,10 +144,11 @@ class SessionFiles:
             "num_bytes": str(session.num_bytes),
             "first_query": str(session.first_query),
             "compaction": json.dumps(_packed(session.compaction)),
-            "layout": saved.layout,
             "dtype": saved.dtype,
             "queries_dtype": str(saved.queries_dtype).removeprefix("torch."),
         }
+        for index, part in enumerate(saved.parts):
+            about[_part_name("layout", index)] = part.layout
         about["header"] = tensor_file.digest(about, {"tokens": tensors["tokens"]})
         about["digest"] = tensor_file.digest(about, tensors)
         return self.storage.write(self.name(session.session_id, rank), tensors, about)
@@ -293,19 +294,44 @@ def _check_complete(parts: list[str], files: Mapping[str, StoredFile]) -> None:
 
 
 def _tensors(session: Session, saved: CacheSnapshot) -> dict[str, torch.Tensor]:
-    tensors = {
-        "tokens": torch.from_numpy(session.tokens.astype(np.int32)),
-        "counts": saved.counts,
-        "positions": saved.positions,
-        "zone": saved.retained,
-        "tail": saved.tail,
-    }
+    tensors = {"tokens": torch.from_numpy(session.tokens.astype(np.int32))}
+    for index, part in enumerate(saved.parts):
+        for key, name in _PART_TENSORS.items():
+            tensors[_part_name(key, index)] = getattr(part, name)
     if saved.queries is not None:
         tensors["queries"] = saved.queries
     for layer, packed in saved.observed.items():
         for name, tensor in packed.items():
             tensors[f"{_OBSERVED}.{layer}.{name}"] = tensor
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+
+
+# Key in files -> field. Files of earlier versions call the retained region "zone", and
+# they must stay loadable.
+_PART_TENSORS = {
+    "counts": "counts",
+    "positions": "positions",
+    "zone": "retained",
+    "tail": "tail",
+}
+
+
+def _part_name(key: str, index: int) -> str:
+    """The name of a tensor or a text of a snapshot's part."""
+    return f"{key}.{index}" if index else key  # files without a drafter have one part
+
+
+def _parts(
+    about: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
+) -> tuple[HeapPart, ...]:
+    parts: list[HeapPart] = []
+    while not parts or _part_name("layout", len(parts)) in about:
+        index = len(parts)
+        fields = {
+            name: tensors[_part_name(key, index)] for key, name in _PART_TENSORS.items()
+        }
+        parts.append(HeapPart(**fields, layout=about[_part_name("layout", index)]))
+    return tuple(parts)
 
 
 def _session_dtype(name: str) -> SessionDtype:
@@ -324,11 +350,7 @@ def _saved(about: Mapping[str, str], tensors: dict[str, torch.Tensor]) -> CacheS
     return CacheSnapshot(
         tokens=tensors["tokens"].numel(),
         compaction=_unpacked(json.loads(about["compaction"])),
-        counts=tensors["counts"],
-        positions=tensors["positions"],
-        retained=tensors["zone"],
-        tail=tensors["tail"],
-        layout=about["layout"],
+        parts=_parts(about, tensors),
         dtype=_session_dtype(about["dtype"]),
         queries_dtype=_QUERIES_DTYPES[about["queries_dtype"]],
         queries=tensors.get("queries"),
@@ -375,8 +397,7 @@ def _session(about: Mapping[str, str], tokens: torch.Tensor) -> Session:
     )
 
 
-# Key in files -> field. Files of earlier versions call the retained region "zone", and
-# they must stay loadable.
+# Key in files -> field, as in _PART_TENSORS.
 _SPANS = {"candidates": "candidates", "zone": "retained"}
 
 

@@ -5,21 +5,23 @@
     retained region: counts differ by row     tail: whole blocks, the last one partial
     [ p p p ][ p ][ p p ] ...                 [ b b b ] of every row
 
+A worker has one heap of pages, or two: with a drafter, its layers have a heap of their
+own in the same blocks. A snapshot has one part per heap.
+
 The snapshot of a compacted request has no shared prefix: the request that continues it
 finds these blocks in vLLM's prefix cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.page_table import PageTables
 from vllm_kvplugins.engine.requests import Resident
+from vllm_kvplugins.engine.retained_regions import RetainedRegions
 from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.sessions.settings import SessionDtype
 from vllm_kvplugins.sessions.stored_pages import StoredPages
@@ -30,32 +32,52 @@ COPY_ERRORS = (MemoryError, RuntimeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Place in the pool from which a cache was saved.
+class HeapPart:
+    """Pages of one request in one heap, in host memory.
 
     Attributes:
-        blocks: physical IDs, from the first resident block.
-        retained: int64 [sum of counts], page IDs of the retained region, row by row.
-    """
-
-    blocks: tuple[int, ...]
-    retained: torch.Tensor
-
-
-@dataclass(slots=True)
-class CacheSnapshot:
-    """Pages of one request on one worker, in host memory.
-
-    Attributes:
-        tokens: number of tokens, with dropped ones.
-        compaction: the last compaction, with candidates from the shared prefix on;
-            None: none.
         counts: int64 [rows], pages of the retained region per (layer, KV head).
         positions: int32 [rows, max pages * block_size], of the retained region.
         retained: [sum of counts, page_elems], stored pages of the retained region, row
             by row.
         tail: [rows * tail blocks, page_elems], stored pages after it, row by row.
         layout: the order of elements in a stored page.
+        retained_ids: int64 [sum of counts], page IDs from which ``retained`` was
+            copied; None: the part was read from a file.
+    """
+
+    counts: torch.Tensor
+    positions: torch.Tensor
+    retained: torch.Tensor
+    tail: torch.Tensor
+    layout: str
+    retained_ids: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the pages, as stored."""
+        return int(self.retained.nbytes + self.tail.nbytes)
+
+    def on(self, device: torch.device) -> HeapPart:
+        """A copy whose small tensors are on ``device``."""
+        ids = self.retained_ids
+        return replace(
+            self,
+            counts=self.counts.to(device),
+            positions=self.positions.to(device),
+            retained_ids=None if ids is None else ids.to(device),
+        )
+
+
+@dataclass(slots=True)
+class CacheSnapshot:
+    """The cache of one request on one worker, in host memory.
+
+    Attributes:
+        tokens: number of tokens, with dropped ones.
+        compaction: the last compaction, with candidates from the shared prefix on;
+            None: none.
+        parts: its pages in each heap, in the order of ``PolicyRuntime.regions``.
         dtype: how pages and queries are stored.
         queries: [num_layers, n, num_q_heads, head_dim or row bytes], of the newest
             tokens, as stored; None: the policy needs no queries.
@@ -63,48 +85,40 @@ class CacheSnapshot:
         observed: per layer, the packed result of the policy's last observation.
         extension_states: states of step extensions, which move with the snapshot, for
             example tokens in the host tier.
-        place: None: the snapshot was read from a file.
+        blocks: physical IDs of the blocks from which it was copied, from the first
+            resident block; None: the snapshot was read from a file.
     """
 
     tokens: int
     compaction: Compaction | None
-    counts: torch.Tensor
-    positions: torch.Tensor
-    retained: torch.Tensor
-    tail: torch.Tensor
-    layout: str
+    parts: tuple[HeapPart, ...]
     dtype: SessionDtype = "auto"
     queries: torch.Tensor | None = None
     queries_dtype: torch.dtype = torch.float32
     observed: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     extension_states: tuple[Any, ...] = ()
-    place: Place | None = None
+    blocks: tuple[int, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
         """Memory of pages and queries, as stored."""
-        queries = self.queries.nbytes if self.queries is not None else 0
-        return int(self.retained.nbytes + self.tail.nbytes + queries)
+        queries = int(self.queries.nbytes) if self.queries is not None else 0
+        return sum(part.num_bytes for part in self.parts) + queries
 
     def on(self, device: torch.device) -> CacheSnapshot:
         """A copy whose small tensors are on ``device``; pages stay in host memory.
 
         Cost: on CUDA the host waits for the copies.
         """
-        if self.counts.device == device:
+        if all(part.counts.device == device for part in self.parts):
             return self
         observed = {
             layer: {name: tensor.to(device) for name, tensor in packed.items()}
             for layer, packed in self.observed.items()
         }
-        place = self.place and replace(
-            self.place, retained=self.place.retained.to(device)
-        )
         return replace(
             self,
-            place=place,
-            counts=self.counts.to(device),
-            positions=self.positions.to(device),
+            parts=tuple(part.on(device) for part in self.parts),
             queries=None if self.queries is None else self.queries.to(device),
             observed=observed,
         )
@@ -116,15 +130,14 @@ class CacheSnapshot:
 
 
 def copy_out(
-    heap: Heap,
+    regions: RetainedRegions,
     stored: StoredPages,
-    tables: PageTables,
     resident: Resident | None,
     compaction: Compaction | None,
     tokens: int,
     blocks: torch.Tensor,
-) -> CacheSnapshot:
-    """Copy a request's pages out of the pool.
+) -> HeapPart:
+    """Copy a request's pages out of a heap.
 
     Args:
         stored: the format of the copies.
@@ -132,13 +145,13 @@ def copy_out(
         blocks: int64, physical IDs, from its first resident block.
 
     Returns:
-        A snapshot with pages in host memory and the other tensors on the pool's device.
+        A part with pages in host memory and the other tensors on the pool's device.
 
     Cost: reads each page once, in bulk. On a GPU it takes ``PIECE_BYTES`` of device
         memory, and the host waits for each piece. Quantizing takes about 200 ns per 64
         elements.
     """
-    size = heap.layout.block_size
+    heap, size = regions.heap, regions.heap.layout.block_size
     first = compaction.retained.start if compaction else 0
     in_retained = len(compaction.retained) if compaction else 0
     tail_ids = heap.page_ids(blocks[in_retained : -(-tokens // size) - first])
@@ -149,7 +162,7 @@ def copy_out(
     else:
         assert compaction is not None, "a retained region without a compaction"
         shared = compaction.shared_blocks
-        pages, counts = tables.retained(resident.slot_index)
+        pages, counts = regions.tables.retained(resident.slot_index)
         pages, counts = pages[:, shared:], counts - shared
         place = torch.arange(pages.shape[1], device=pages.device)
         retained_ids = pages[place < counts[:, None]]
@@ -158,30 +171,26 @@ def copy_out(
     if tokens % size:
         last = tail.view(heap.rows, -1, tail.shape[1])[:, -1]
         stored.clear(last, tokens % size)
-    return CacheSnapshot(
-        tokens=tokens,
-        compaction=compaction,
+    return HeapPart(
         counts=counts,
         positions=positions,
         retained=stored.copy_out(retained_ids),
         tail=tail,
         layout=stored.layout,
-        dtype=stored.dtype,
-        place=Place(tuple(blocks.tolist()), retained_ids),
+        retained_ids=retained_ids,
     )
 
 
-def mismatch(heap: Heap, stored: StoredPages, saved: CacheSnapshot) -> str | None:
-    """Why a snapshot does not fit this heap; None: it fits.
+def mismatch(num_rows: int, stored: StoredPages, saved: HeapPart) -> str | None:
+    """Why a part of a snapshot does not fit its heap; None: it fits.
 
     Args:
+        num_rows: (layer, KV head) pairs of the heap.
         stored: the format of pages that this worker reads.
     """
     elems, elem_dtype = stored.page_elems, stored.elem_dtype
-    if saved.dtype != stored.dtype:
-        return f"its session_dtype is {saved.dtype}, not {stored.dtype}"
-    if saved.counts.shape != (heap.rows,):
-        return f"it has {saved.counts.numel()} rows of pages, the model {heap.rows}"
+    if saved.counts.shape != (num_rows,):
+        return f"it has {saved.counts.numel()} rows of pages, the layers {num_rows}"
     for pages in (saved.retained, saved.tail):
         if pages.dtype != elem_dtype or pages.shape[1:] != (elems,):
             return f"its pages are {pages.dtype} {list(pages.shape)}, not {elem_dtype}"
@@ -191,18 +200,19 @@ def mismatch(heap: Heap, stored: StoredPages, saved: CacheSnapshot) -> str | Non
 
 
 def copy_in(
-    heap: Heap,
+    regions: RetainedRegions,
     stored: StoredPages,
-    tables: PageTables,
-    saved: CacheSnapshot,
+    saved: HeapPart,
+    compaction: Compaction | None,
     tokens: int,
     blocks: torch.Tensor,
     prefix: torch.Tensor,
 ) -> Resident | None:
-    """Fill blocks of the pool with the first ``tokens`` tokens of a snapshot.
+    """Fill blocks of a heap with the first ``tokens`` tokens of a snapshot.
 
     Args:
         stored: the format of the snapshot's pages.
+        compaction: of the snapshot.
         blocks: int64, physical IDs, from the first resident block; behind ``prefix``.
         prefix: int64, physical IDs of first blocks that hold their tokens already.
             Without a compaction, the snapshot has these tokens too.
@@ -213,12 +223,12 @@ def copy_in(
     Cost: writes each page once, in bulk. On a GPU it takes ``PIECE_BYTES`` of device
         memory, and the host waits for each piece.
     """
-    size, rows = heap.layout.block_size, heap.rows
-    in_retained = len(saved.compaction.retained) if saved.compaction else 0
+    heap, size, rows = regions.heap, regions.heap.layout.block_size, regions.heap.rows
+    in_retained = len(compaction.retained) if compaction else 0
     # Blocks of the tail: first and last that are copied, all that the snapshot has.
-    start = 0 if saved.compaction else prefix.numel()
+    start = 0 if compaction else prefix.numel()
     stop = -(-tokens // size)
-    stop -= saved.compaction.retained.stop if saved.compaction else 0
+    stop -= compaction.retained.stop if compaction else 0
     saved_blocks = saved.tail.shape[0] // rows
     assert 0 <= stop <= saved_blocks, "the snapshot has fewer tokens"
     tail_ids = heap.page_ids(blocks[in_retained : in_retained + stop - start])
@@ -227,47 +237,45 @@ def copy_in(
         every = torch.arange(saved.tail.shape[0], device="cpu")
         which = every.view(rows, -1)[:, start:stop].reshape(-1)
     stored.copy_in(tail_ids.reshape(-1), saved.tail, which)
-    if saved.compaction is None:
+    if compaction is None:
         return None
     pool = heap.page_ids(blocks[:in_retained]).reshape(-1)
     assert pool.numel() == int(saved.counts.sum()), "pages must balance"
     stored.copy_in(pool, saved.retained)
-    return _register(tables, saved, saved.compaction, pool, heap.page_ids(prefix))
+    prefix_pages = heap.page_ids(prefix)
+    return _register(regions.tables, saved, compaction, pool, prefix_pages)
 
 
 def reuse_in_place(
-    heap: Heap,
-    tables: PageTables,
-    saved: CacheSnapshot,
-    blocks: Sequence[int],
+    regions: RetainedRegions,
+    saved: HeapPart,
+    compaction: Compaction | None,
     prefix: torch.Tensor,
 ) -> Resident | None:
     """Continue in the blocks from which a snapshot was copied.
 
+    No request has written to these blocks since.
+
     Args:
-        blocks: physical IDs, from the first resident block; no request has written to
-            them since.
-        prefix: as in :func:`copy_in`.
+        compaction, prefix: as in :func:`copy_in`.
 
     Returns:
         The request's retained region, with a slot index; None if it has none.
 
     Cost: reads and writes no page.
     """
-    place = saved.place
-    assert place is not None, "it was read from a file"
-    assert tuple(blocks) == place.blocks[: len(blocks)], (
-        "it was saved from other blocks"
-    )
-    if saved.compaction is None:
+    assert saved.retained_ids is not None, "it was read from a file"
+    if compaction is None:
         return None
-    prefix_pages = heap.page_ids(prefix)
-    return _register(tables, saved, saved.compaction, place.retained, prefix_pages)
+    prefix_pages = regions.heap.page_ids(prefix)
+    return _register(
+        regions.tables, saved, compaction, saved.retained_ids, prefix_pages
+    )
 
 
 def _register(
     tables: PageTables,
-    saved: CacheSnapshot,
+    saved: HeapPart,
     compaction: Compaction,
     retained: torch.Tensor,
     prefix: torch.Tensor,

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.requests import RequestState, Resident
+from vllm_kvplugins.engine.retained_regions import RetainedRegions
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.engine.windows import Window
 from vllm_kvplugins.plan.residency_plan import Compaction
@@ -42,17 +42,21 @@ class Transfer:
         self._dtype = dtype
 
     @property
-    def _heap(self) -> Heap:
-        assert self._runtime.heap is not None, "not attached"
-        return self._runtime.heap
+    def _heaps(self) -> list[tuple[RetainedRegions, StoredPages]]:
+        """The regions of each heap, with the format of its pages."""
+        return [
+            (regions, stored_pages(regions.heap, self._dtype))
+            for regions in self._runtime.regions
+        ]
 
     @property
-    def _stored(self) -> StoredPages:
-        return stored_pages(self._heap, self._dtype)
+    def _device(self) -> torch.device:
+        """Device of the pool."""
+        assert self._runtime.heap is not None, "not attached"
+        return self._runtime.heap.pages.device
 
     def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
-        device = self._heap.pages.device
-        return torch.tensor(blocks, dtype=torch.int64, device=device)
+        return torch.tensor(blocks, dtype=torch.int64, device=self._device)
 
     # Runs outside of a step, but the pool's tensors are inference tensors.
     @torch.inference_mode()
@@ -79,7 +83,6 @@ class Transfer:
                 missing, or the request's own session failed to load.
         """
         runtime = self._runtime
-        assert runtime.tables is not None, "not attached"
         state = runtime.request_state(request_id)
         compacted_at = compaction.at_tokens if compaction else 0
         if state.lost:
@@ -90,14 +93,13 @@ class Transfer:
             )
         runtime.observe_accepted(request_id, tokens)
         runtime.refresh_positions(request_id)
-        saved = copy_out(
-            self._heap,
-            self._stored,
-            runtime.tables,
-            state.resident,
-            compaction,
-            tokens,
-            self._ids(blocks),
+        ids, residents = self._ids(blocks), runtime.residents(request_id)
+        parts = [
+            copy_out(*heap, resident, compaction, tokens, ids)
+            for heap, resident in zip(self._heaps, residents, strict=True)
+        ]
+        saved = CacheSnapshot(
+            tokens, compaction, tuple(parts), self._dtype, blocks=tuple(blocks)
         )
         if first_query < tokens:
             window = state.window
@@ -120,7 +122,16 @@ class Transfer:
 
     def mismatch(self, saved: CacheSnapshot) -> str | None:
         """Why a snapshot does not fit this worker; None: it fits."""
-        return mismatch(self._heap, self._stored, saved)
+        heaps = self._heaps
+        if saved.dtype != self._dtype:
+            return f"its session_dtype is {saved.dtype}, not {self._dtype}"
+        if len(saved.parts) != len(heaps):
+            return f"it has layers of {len(saved.parts)} models, not {len(heaps)}"
+        for (regions, stored), part in zip(heaps, saved.parts, strict=True):
+            problem = mismatch(regions.heap.rows, stored, part)
+            if problem is not None:
+                return problem
+        return None
 
     @torch.inference_mode()
     def restore(
@@ -148,29 +159,45 @@ class Transfer:
                 request's KV is invalid until it is recomputed, and the session's
                 tokens in the host tier are freed.
         """
-        runtime, resident = self._runtime, None
-        assert runtime.tables is not None, "not attached"
+        runtime = self._runtime
         runtime.forget([request_id])
+        residents: list[Resident | None] = []
         try:
-            ids, on_device = self._ids(blocks), self._on_device(saved)
-            shared, heap = self._ids(prefix), self._heap
+            ids, shared = self._ids(blocks), self._ids(prefix)
+            on_device = self._on_device(saved)
             if in_place:
-                resident = reuse_in_place(
-                    heap, runtime.tables, on_device, blocks, shared
+                assert saved.blocks is not None, "it was read from a file"
+                assert tuple(blocks) == saved.blocks[: len(blocks)], (
+                    "it was saved from other blocks"
                 )
-            else:
-                resident = copy_in(
-                    heap, self._stored, runtime.tables, on_device, tokens, ids, shared
+            for (regions, stored), part in zip(
+                self._heaps, on_device.parts, strict=True
+            ):
+                last = on_device.compaction
+                residents.append(
+                    reuse_in_place(regions, part, last, shared)
+                    if in_place
+                    else copy_in(regions, stored, part, last, tokens, ids, shared)
                 )
-            state = self._restored_state(request_id, saved, on_device, tokens, resident)
-            runtime.resume(request_id, prompt_tokens, state, tokens, ids, shared)
+            state = self._restored_state(
+                request_id, saved, on_device, tokens, residents[0]
+            )
+            runtime.resume(
+                request_id, prompt_tokens, state, residents, tokens, ids, shared
+            )
         except COPY_ERRORS:
-            in_table = runtime.request_state(request_id).resident is not None
-            if resident is not None and not in_table:
-                runtime.tables.release(resident.slot_index)
+            self._release(request_id, residents)
             runtime.mark_lost(request_id)
             self.discard(saved)
             raise
+
+    def _release(self, request_id: str, residents: Sequence[Resident | None]) -> None:
+        """Release the retained regions that the runtime has not taken over yet."""
+        if self._runtime.request_state(request_id).resident is not None:
+            return  # the runtime takes all of them at once
+        for regions, resident in zip(self._runtime.regions, residents, strict=False):
+            if resident is not None:
+                regions.tables.release(resident.slot_index)
 
     def _on_device(self, saved: CacheSnapshot) -> CacheSnapshot:
         """A copy with queries as the model computed them.
@@ -179,11 +206,11 @@ class Transfer:
         """
         queries = saved.queries
         if queries is not None:
-            head_dim = self._heap.layout.head_dim
+            head_dim = self._runtime.regions[0].heap.layout.head_dim
             queries = unpack_queries(
                 queries, saved.dtype, head_dim, saved.queries_dtype
             )
-        return replace(saved, queries=queries).on(self._heap.pages.device)
+        return replace(saved, queries=queries).on(self._device)
 
     def _restored_state(
         self,
@@ -197,6 +224,7 @@ class Transfer:
 
         Args:
             on_device: see ``_on_device``.
+            resident: its retained region in the layers of the model.
         """
         runtime = self._runtime
         if saved.extension_states:
@@ -214,4 +242,4 @@ class Transfer:
         window = None
         if on_device.queries is not None:
             window = Window.restored(on_device.queries, on_device.first_query, tokens)
-        return RequestState(resident, window, observed, on_device.compaction)
+        return RequestState(None, window, observed, on_device.compaction)

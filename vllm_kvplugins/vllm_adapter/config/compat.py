@@ -140,6 +140,39 @@ def prefix_hit(
     return blocks, tokens, tokens + more if more else 0
 
 
+def drops_last_block(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM drops the last block of a prefix-cache hit.
+
+    It does for drafters that continue with the model's hidden states, which the prefix
+    cache does not store.
+    """
+    speculative = vllm_config.speculative_config
+    return speculative is not None and bool(speculative.use_eagle_block_drop())
+
+
+def whole_prefix_hit(
+    kv_cache_manager: Any, request: Any, max_tokens: int
+) -> tuple[Any, int]:
+    """A request's prefix-cache hit, with the block that vLLM drops.
+
+    There is one group of KV caches: a drafter with a cache next to others is refused.
+
+    Returns:
+        The blocks; number of tokens.
+    """
+    (manager,) = kv_cache_manager.coordinator.single_type_managers
+    groups, tokens = manager.find_longest_cache_hit(
+        block_hashes=request.block_hashes,
+        max_length=max_tokens,
+        kv_cache_group_ids=[0],
+        block_pool=kv_cache_manager.block_pool,
+        kv_cache_spec=manager.kv_cache_spec,
+        drop_eagle_block=False,
+        alignment_tokens=manager.block_size,
+    )
+    return kv_cache_manager.create_kv_cache_blocks(groups), tokens
+
+
 # Whether the layers must run the runtime's host code in a step with these rows.
 NeedsLayers = Callable[[Sequence[Row]], bool]
 

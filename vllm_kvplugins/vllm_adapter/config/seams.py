@@ -109,7 +109,8 @@ _EVERYWHERE = {
     "compilation_config kv_transfer_config lora_config model_config parallel_config "
     "scheduler_config speculative_config num_lookahead_tokens "
     "num_prefill_lookahead_tokens",
-    "vllm.config:SpeculativeConfig": "method draft_model_config parallel_drafting",
+    "vllm.config:SpeculativeConfig": "method draft_model_config parallel_drafting "
+    "use_eagle_block_drop()",
     "vllm.config:SchedulerConfig": "async_scheduling scheduler_cls "
     "disable_hybrid_kv_cache_manager "
     "max_num_batched_tokens max_num_seqs long_prefill_token_threshold",
@@ -136,7 +137,7 @@ _EVERYWHERE = {
     "update_from_output(scheduler_output model_runner_output) "
     "_connector_finished(request) _preempt_request("
     "request timestamp drop_stale_output) prev_step_scheduled_req_ids running "
-    "connector kv_cache_manager block_size needs_kv_cache_zeroing requests "
+    "connector kv_cache_manager block_size needs_kv_cache_zeroing requests vllm_config "
     "recompute_kv_load_failures",
     f"{_CORE}.sched.async_scheduler:AsyncScheduler": "_reserve_prefill_lookahead("
     "request num_computed_tokens num_new_tokens) "
@@ -174,6 +175,8 @@ _EVERYWHERE = {
     "pop_blocks_for_free(request_id) _remove_blocks_in_range(request_id "
     "first_block last_block) "
     "allocate_external_computed_blocks(request_id) new_step_starts() _null_block "
+    "find_longest_cache_hit(block_hashes max_length kv_cache_group_ids block_pool "
+    "kv_cache_spec drop_eagle_block alignment_tokens) "
     "block_pool block_size kv_cache_spec num_cached_block req_to_blocks",
     f"{_CORE}.block_pool:BlockPool": "get_num_free_blocks() num_gpu_blocks "
     "touch(blocks) unpin_blocks(blocks on_reuse) free_blocks(ordered_blocks) "

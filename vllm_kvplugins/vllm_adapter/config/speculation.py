@@ -62,11 +62,18 @@ def without_async_scheduling(args: EngineArgs) -> Iterator[None]:
         args.async_scheduling = saved
 
 
+def drafter_with_cache(vllm_config: VllmConfig) -> tuple[str, Any] | None:
+    """Method and model configuration of a drafter with a KV cache; None without one."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method not in _WITH_CACHE:
+        return None
+    return speculative.method, speculative.draft_model_config
+
+
 def problems(
     vllm_config: VllmConfig,
     policy: KVCachePolicy,
     types: Sequence[str],
-    uses_sessions: bool,
 ) -> list[str]:
     """Why a policy cannot run with this speculative decoding.
 
@@ -78,7 +85,7 @@ def problems(
         return []
     reasons: list[str] = []
     if speculative.method in _WITH_CACHE:
-        reasons += _cache_problems(vllm_config, types, uses_sessions)
+        reasons += _cache_problems(vllm_config, types)
     elif speculative.method not in _WITHOUT_CACHE:
         reasons.append(
             f"drafter {speculative.method!r} has not been tried under a policy; use "
@@ -97,9 +104,7 @@ def problems(
     return [coded("KVP004", f"speculative decoding: {reason}") for reason in reasons]
 
 
-def _cache_problems(
-    vllm_config: VllmConfig, types: Sequence[str], uses_sessions: bool
-) -> Iterator[str]:
+def _cache_problems(vllm_config: VllmConfig, types: Sequence[str]) -> Iterator[str]:
     """Why a drafter with a KV cache cannot run, without code."""
     from vllm.platforms import current_platform
 
@@ -130,11 +135,6 @@ def _cache_problems(
         yield (
             f"{drafter} KV cache dtype {dtype!r} has not been tried with it; use "
             "--kv-cache-dtype auto"
-        )
-    if uses_sessions:
-        yield (
-            f"{drafter} a session stores the cache of the model only; set "
-            '"sessions": false'
         )
     if speculative.parallel_drafting:
         yield (

@@ -36,6 +36,7 @@ class ResidencyScheduling:
     one with their last output (``_connector_finished``).
     """
 
+    vllm_config: Any
     kv_cache_manager: Any
     connector: Any
     block_size: int
@@ -59,6 +60,7 @@ class ResidencyScheduling:
         )
         self._residency_manager = manager
         self._caches_states = caches_states(self.kv_cache_manager)
+        self._drops_last_block = compat.drops_last_block(self.vllm_config)
         if current_platform.is_cpu():
             # The CPU kernel multiplies the slots after a request's last token by 0. A
             # NaN of an earlier request in these slots would spread to this request.
@@ -104,6 +106,8 @@ class ResidencyScheduling:
             request, *args, **kwargs
         )
         blocks, hit_tokens, *rest = hit
+        if self._drops_last_block:
+            blocks, hit_tokens = self._with_shared_prefix(request, blocks, hit_tokens)
         admit = self.connector.admission.admit
         usable = admit(request, hit_tokens).cached_tokens
         while usable < hit_tokens:
@@ -117,6 +121,24 @@ class ResidencyScheduling:
         if self._caches_states:
             rest[0] = rest[0] or self._end_of_exact_prefix(request)
         return (blocks, hit_tokens, *rest)
+
+    def _with_shared_prefix(
+        self, request: Any, blocks: Any, hit_tokens: int
+    ) -> tuple[Any, int]:
+        """A hit with the whole shared prefix, whose last block vLLM may have dropped.
+
+        A session that stores no prefix needs all of it. The drafter then begins behind
+        it. Its keys of the prefix's last token belong to the next token of the request
+        that computed them: a draft may be wrong, and the model verifies it.
+        """
+        plans = self._residency_manager.plans
+        shared = min(
+            plans.continuing(request, None).shared_tokens, request.num_tokens - 1
+        )
+        reads = self.kv_cache_manager.enable_caching
+        if hit_tokens >= shared or not reads or request.skip_reading_prefix_cache:
+            return blocks, hit_tokens
+        return compat.whole_prefix_hit(self.kv_cache_manager, request, shared)
 
     def _end_of_exact_prefix(self, request: Any) -> int:
         """Where the prefix cache needs the state of recurrent layers.

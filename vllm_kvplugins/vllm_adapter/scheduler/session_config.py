@@ -24,6 +24,7 @@ from vllm_kvplugins.sessions.files import (
 from vllm_kvplugins.sessions.object_store import open_storage, url_problems
 from vllm_kvplugins.sessions.settings import SessionSettings, rename_deprecated
 from vllm_kvplugins.sessions.weights import weights_digest
+from vllm_kvplugins.vllm_adapter.config import speculation
 from vllm_kvplugins.vllm_adapter.config.engine_config import request_of
 
 
@@ -133,22 +134,17 @@ def _identity(vllm_config: Any, settings: Any, of_replicas: bool = False) -> Ide
         of_replicas: leave out what differs between machines: paths and times of files.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    config, folder = model.hf_config.to_dict(), Path(model.model)
-    name = model.model
-    if of_replicas:
-        config.pop("_name_or_path", None)
-        name = folder.name if folder.is_dir() else name
-        weights = weights_digest(folder)
-    else:
-        weights = _digest_of_weights(folder)
+    drafter, drafts = speculation.drafter_with_cache(vllm_config), {}
+    if drafter is not None:
+        method, draft_model = drafter
+        facts = _model_facts(draft_model, of_replicas)
+        digest = _digest(json.dumps(facts, sort_keys=True, default=str))
+        # Without a drafter, the fact is missing, and files of earlier versions match.
+        drafts = {"drafter": f"{method} {facts['model']} {digest}"}
     return Identity.of(
-        model=name,
-        revision=getattr(model.hf_config, "_commit_hash", None) or model.revision,
-        quantization=model.quantization,
-        config=_digest(json.dumps(config, sort_keys=True, default=str)),
-        weights=weights,
+        **_model_facts(model, of_replicas),
+        **drafts,
         policy=describe(parse_policy(settings)),
-        dtype=model.dtype,
         cache_dtype=cache.cache_dtype,
         session_dtype=parse_sessions(settings).session_dtype,
         block_size=cache.block_size,
@@ -156,6 +152,41 @@ def _identity(vllm_config: Any, settings: Any, of_replicas: bool = False) -> Ide
         plugin=__version__,
         format=FORMAT,
     )
+
+
+def _model_facts(model: Any, of_replicas: bool) -> dict[str, Any]:
+    """What the cache of a model depends on.
+
+    Args:
+        model: vLLM's configuration of the model, or of a drafter.
+        of_replicas: see ``_identity``.
+    """
+    config, folder = model.hf_config.to_dict(), Path(model.model)
+    name = model.model
+    if of_replicas:
+        config = _without_paths(config)
+        name = folder.name if folder.is_dir() else name
+        weights = weights_digest(folder)
+    else:
+        weights = _digest_of_weights(folder)
+    return {
+        "model": name,
+        "revision": getattr(model.hf_config, "_commit_hash", None) or model.revision,
+        "quantization": model.quantization,
+        "config": _digest(json.dumps(config, sort_keys=True, default=str)),
+        "weights": weights,
+        "dtype": model.dtype,
+    }
+
+
+def _without_paths(config: Any) -> Any:
+    """A model's configuration without the place of its files.
+
+    That of an EAGLE head contains another one.
+    """
+    if not isinstance(config, dict):
+        return config
+    return {k: _without_paths(v) for k, v in config.items() if k != "_name_or_path"}
 
 
 def _digest_of_weights(folder: Path) -> str:

@@ -21,6 +21,7 @@ from vllm.v1.request import RequestStatus
 from vllm_kvplugins.config import parse_sessions
 from vllm_kvplugins.engine.windows import first_saved
 from vllm_kvplugins.errors import coded
+from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.sessions.commands import Session, Tokens
@@ -104,6 +105,7 @@ class SchedulerSessions:
         spec = manager.kv_cache_spec
         self._policy: KVCachePolicy = spec.policy
         self._geometry = spec.geometry
+        self._draft_geometry: Geometry | None = spec.draft_geometry
         settings = parse_sessions(request_of(vllm_config))
         assert settings.session_memory is not None, "not measured"
         files = session_files(vllm_config)
@@ -381,6 +383,8 @@ class SchedulerSessions:
         )
         slots = len(blocks) * self._manager.block_size
         page_bytes = stored_bytes(slots, self._geometry, self._dtype)
+        if self._draft_geometry is not None:
+            page_bytes += stored_bytes(slots, self._draft_geometry, self._dtype)
         query_bytes = (tokens - first_query) * self._query_bytes
         storage = self._policy.host_storage
         host_bytes = storage.host_bytes(tokens, self._geometry) if storage else 0

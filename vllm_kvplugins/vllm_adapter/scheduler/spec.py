@@ -22,10 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ResidencySpec(FullAttentionSpec):
-    """Full attention with blocks that the plan of a policy can free."""
+    """Full attention with blocks that the plan of a policy can free.
+
+    Attributes:
+        geometry: of the layers that the policy manages.
+        draft_geometry: of the layers of a drafter; None: it has none.
+    """
 
     policy: KVCachePolicy
     geometry: Geometry
+    draft_geometry: Geometry | None = None
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Smallest pool with which vLLM starts: memory for one request of full length.
@@ -59,11 +65,18 @@ def is_managed(spec: Any) -> bool:
 
 
 def with_policy(
-    spec: FullAttentionSpec, policy: KVCachePolicy, geometry: Geometry
+    spec: FullAttentionSpec,
+    policy: KVCachePolicy,
+    geometry: Geometry,
+    draft_geometry: Geometry | None = None,
 ) -> ResidencySpec:
-    """The spec of the same layer under a policy."""
+    """The spec of the same layer under a policy; see :class:`ResidencySpec`."""
     converted: ResidencySpec = replace_as(
-        spec, ResidencySpec, policy=policy, geometry=geometry
+        spec,
+        ResidencySpec,
+        policy=policy,
+        geometry=geometry,
+        draft_geometry=draft_geometry,
     )
     return converted
 

@@ -120,12 +120,7 @@ def finish_config(
             *session_config.store_problems(request, policy),
             *validation.softcap_problems(policy, vllm_config.model_config),
             *_shape_problems(vllm_config, policy),
-            *speculation.problems(
-                vllm_config,
-                policy,
-                layer_types_of(vllm_config),
-                session_config.are_on(request, policy),
-            ),
+            *speculation.problems(vllm_config, policy, layer_types_of(vllm_config)),
             *kv_connectors.problems(vllm_config, policy, layer_types_of(vllm_config)),
             *probing.problems(vllm_config, policy),
             *surprisal.problems(vllm_config, policy),

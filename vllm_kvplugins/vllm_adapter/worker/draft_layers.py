@@ -9,6 +9,7 @@ import torch
 
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.errors import coded
+from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.vllm_adapter.scheduler.spec import is_managed
 
 
@@ -42,6 +43,28 @@ def problems(draft_layers: Iterable[str], specs: Mapping[str, Any]) -> list[str]
         for name in draft_layers
         if not is_managed(specs[name])
     ]
+
+
+def geometry(draft_layers: Iterable[str], specs: Mapping[str, Any]) -> Geometry | None:
+    """Shape of the cache of the draft layers, on one rank; None: there are none.
+
+    The layers have plain full attention and one shape, like all layers of one heap.
+    Only one rank runs a drafter with a KV cache.
+    """
+    layers = [specs[name] for name in draft_layers]
+    if not layers:
+        return None
+    first = layers[0]
+    element_bytes = first.dtype.itemsize
+    per_layer = 2 * first.num_kv_heads * first.head_size * element_bytes
+    return Geometry(
+        block_size=first.block_size,
+        num_layers=len(layers),
+        num_kv_heads=first.num_kv_heads,
+        kv_bytes_per_token=len(layers) * per_layer,
+        head_dim=first.head_size,
+        element_bytes=element_bytes,
+    )
 
 
 def use_draft_backend(layer: Any, runtime: PolicyRuntime) -> None:

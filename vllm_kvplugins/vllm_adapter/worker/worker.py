@@ -95,8 +95,9 @@ class PolicyWorker:
                 draft_layers.use_draft_backend(layers[name], runtime)
             elif not is_managed(spec):
                 use_stock_backend(layers[name])
+        draft_geometry = draft_layers.geometry(drafts, specs)
         return {
-            name: with_policy(spec, runtime.policy, runtime.geometry)
+            name: with_policy(spec, runtime.policy, runtime.geometry, draft_geometry)
             if is_managed(spec)
             else self._stock_spec(spec)
             for name, spec in specs.items()
