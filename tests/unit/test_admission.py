@@ -58,9 +58,11 @@ class Sessions:
         self.fetched.append(request_id)
         return self.responds
 
-    def drop_oldest(self) -> bool:
+    def oldest(self, besides: str | None = None) -> str | None:
+        return f"idle {self.idle}" if self.idle else None
+
+    def evict(self, session_id: str) -> None:
         self.idle -= 1
-        return self.idle >= 0
 
 
 def request(tokens: int = 40, max_tokens: int = 4) -> Request:
@@ -154,13 +156,11 @@ def test_idle_sessions_make_room_in_host_memory(idle, waits):
         built.host.hold_session(name, 1 << 20)
     names = ["one", "two"]
 
-    def drop_oldest() -> bool:
-        dropped = Sessions.drop_oldest(sessions)
-        if dropped:
-            built.host.release_session(names.pop())
-        return dropped
+    def evict(session_id: str) -> None:
+        Sessions.evict(sessions, session_id)
+        built.host.release_session(names.pop())
 
-    sessions.drop_oldest = drop_oldest  # type: ignore[method-assign]
+    sessions.evict = evict  # type: ignore[method-assign]
     waiting = request()
     admission = built.admission.admit(waiting, 0)
     assert (admission.waits_for == "host memory") == waits

@@ -366,5 +366,38 @@ class Retriever(KVCachePolicy):
             self.sinks, max(min(tokens - self.window, before_tail), self.sinks)
         )
 
+    def rewound(
+        self, tokens: int, prompt_tokens: int, geometry: Geometry
+    ) -> Compaction | None:
+        """The last compaction of a cache that is taken back to an earlier token.
+
+        What it holds follows from host memory: see ``kept_positions``. The compaction
+        frees fewer blocks than the one at the end of the prompt, which therefore runs,
+        as if all of the prompt had been computed.
+
+        Args:
+            tokens: number of tokens that stay, fewer than the prompt has.
+            prompt_tokens: of the request that continues.
+
+        Returns:
+            None: there would be nothing on the host, and recomputing takes little.
+        """
+        size = geometry.block_size
+        decoding = self.plan(Lengths(prompt_tokens), geometry).decode_compaction
+        assert decoding is not None
+        last = decoding.retained(prompt_tokens // size)
+        for stop in range(tokens // size, 0, -1):
+            retained = decoding.retained(stop)
+            if 0 < retained.start < last.start:
+                return Compaction(stop * size, BlockSpan(0, stop), retained)
+        return None
+
+    def kept_positions(self, tokens: int, slots: int) -> torch.Tensor:
+        """Positions that ``score`` keeps of ``tokens`` tokens in ``slots`` slots: sinks
+        and the newest tokens; int64 [slots]."""
+        newest = torch.arange(tokens - slots, tokens)
+        newest[: self.sinks] = torch.arange(min(self.sinks, slots))
+        return newest
+
     def page_allocator(self) -> PageAllocator:
         return WholeFirstLayers(whole_layers=self.skip_layers)

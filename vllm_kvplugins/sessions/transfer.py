@@ -12,6 +12,7 @@ from vllm_kvplugins.engine.requests import RequestState, Resident
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.engine.windows import Window
 from vllm_kvplugins.plan.residency_plan import Compaction
+from vllm_kvplugins.sessions.rewind import SavedTokens, rebuild
 from vllm_kvplugins.sessions.settings import SessionDtype
 from vllm_kvplugins.sessions.snapshot import (
     COPY_ERRORS,
@@ -132,6 +133,8 @@ class Transfer:
         blocks: Sequence[int],
         in_place: bool = False,
         prefix: Sequence[int] = (),
+        rewound: Compaction | None = None,
+        moves: bool = False,
     ) -> None:
         """Let a request continue from a snapshot.
 
@@ -142,11 +145,15 @@ class Transfer:
             blocks: physical IDs, from its first resident block.
             in_place: whether these blocks still hold the snapshot.
             prefix: physical IDs of first blocks that hold their tokens already.
+            rewound: the last compaction of the restored cache, which is rebuilt, if it
+                is earlier than that of the snapshot.
+            moves: the snapshot is not used again: the request gets its tokens in the
+                host tier.
 
         Raises:
             COPY_ERRORS: a copy failed, for example because device memory is full. The
-                request's KV is invalid until it is recomputed, and the session's
-                tokens in the host tier are freed.
+                request's KV is invalid until it is recomputed. The tokens in the host
+                tier of a snapshot that moves are freed.
         """
         runtime, resident = self._runtime, None
         assert runtime.tables is not None, "not attached"
@@ -154,7 +161,13 @@ class Transfer:
         try:
             ids, on_device = self._ids(blocks), self._on_device(saved)
             shared, heap = self._ids(prefix), self._heap
-            if in_place:
+            if rewound is not None:
+                on_device = replace(on_device, compaction=rewound)
+                source = SavedTokens(runtime, self._stored, saved)
+                resident = rebuild(
+                    runtime, runtime.tables, source, rewound, tokens, ids
+                )
+            elif in_place:
                 resident = reuse_in_place(
                     heap, runtime.tables, on_device, blocks, shared
                 )
@@ -162,14 +175,17 @@ class Transfer:
                 resident = copy_in(
                     heap, self._stored, runtime.tables, on_device, tokens, ids, shared
                 )
-            state = self._restored_state(request_id, saved, on_device, tokens, resident)
+            state = self._restored_state(
+                request_id, saved, on_device, tokens, resident, moves
+            )
             runtime.resume(request_id, prompt_tokens, state, tokens, ids, shared)
         except COPY_ERRORS:
             in_table = runtime.request_state(request_id).resident is not None
             if resident is not None and not in_table:
                 runtime.tables.release(resident.slot_index)
             runtime.mark_lost(request_id)
-            self.discard(saved)
+            if moves:
+                self.discard(saved)
             raise
 
     def _on_device(self, saved: CacheSnapshot) -> CacheSnapshot:
@@ -192,17 +208,17 @@ class Transfer:
         on_device: CacheSnapshot,
         tokens: int,
         resident: Resident | None,
+        moves: bool,
     ) -> RequestState:
         """The runtime's state of a request whose pages are restored.
 
         Args:
-            on_device: see ``_on_device``.
+            on_device: see ``_on_device``; with the compaction of the request.
         """
         runtime = self._runtime
         if saved.extension_states:
             assert resident is not None, "tokens are offloaded by compactions only"
-            runtime.attach_extensions(request_id, saved.extension_states)
-            saved.extension_states = ()  # the request owns it from now on
+            self._attach(request_id, saved, on_device.compaction, moves)
             runtime.place_extensions(request_id, resident)
         observation = runtime.policy.observation
         assert observation is not None or not on_device.observed
@@ -215,3 +231,23 @@ class Transfer:
         if on_device.queries is not None:
             window = Window.restored(on_device.queries, on_device.first_query, tokens)
         return RequestState(resident, window, observed, on_device.compaction)
+
+    def _attach(
+        self,
+        request_id: str,
+        saved: CacheSnapshot,
+        compaction: Compaction | None,
+        moves: bool,
+    ) -> None:
+        """Give a request its part of what a snapshot has in step extensions."""
+        assert compaction is not None, "tokens are offloaded by compactions only"
+        states = self._runtime.continue_extensions(
+            saved.extension_states, compaction, moves
+        )
+        if moves:
+            saved.extension_states = ()
+        try:
+            self._runtime.attach_extensions(request_id, states)
+        except COPY_ERRORS:
+            self._runtime.discard_extensions(states)
+            raise
