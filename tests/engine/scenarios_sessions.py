@@ -403,9 +403,30 @@ def _rewound(
     (extension,) = driver.worker.kv_policy.runtime.extensions
     tier = extension.tier
     return report | {
+        "policy": policy,
         "tracked": driver.check_policy_state(),
         "reserved": driver.scheduler.connector.host.reserved_bytes,
         "host_pages": len(tier.pages) - tier.num_free,
+    }
+
+
+def cut_off(model: str, policy: dict[str, Any]) -> dict[str, Any]:
+    """An answer that is regenerated where host memory has room for one request."""
+    driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
+    prompt = random_tokens(1, 440, VOCABULARY)
+    report: dict[str, Any] = {}
+    report["first"], _ = _ask(driver, "first", prompt, [], "one", 40)
+    report["again"], report["restored"] = _ask(driver, "again", prompt, [], "one", 40)
+    report["sessions"] = directory(driver).num_sessions
+    directory(driver).clear()
+    settle(driver)
+    finish(driver)
+    (extension,) = driver.worker.kv_policy.runtime.extensions
+    return report | {
+        "tracked": driver.check_policy_state(),
+        "reserved": driver.scheduler.connector.host.reserved_bytes,
+        "host_pages": len(extension.tier.pages) - extension.tier.num_free,
+        "counts": counts(driver),
     }
 
 

@@ -6,6 +6,7 @@ tokens and no others.
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from retrieving_engine import (
 )
 
 from vllm_kvplugins.engine.retrieval.controller import RetrievalController
+from vllm_kvplugins.engine.retrieval.host_tier import HostTier
 from vllm_kvplugins.index import CodedIndex, CodeScan, ExactScan, KeyIndex, Keys
 from vllm_kvplugins.policies import get_policy_class
 from vllm_kvplugins.policies.clusterkv import ClusteredKeys
@@ -169,6 +171,21 @@ def test_a_session_continues_at_any_token(name, tokens, moves):
 )
 def test_with_other_settings(name, more):
     continues(name, 47, False, same_selection=True, **more)
+
+
+def test_tokens_behind_the_retained_region():
+    """The session ended soon after its compaction; its tail has two tokens of these."""
+    fake, source = engine("icecache"), Request.make("r", 150, 0)
+    add(fake, source, PROMPT, 1)
+    run(fake, "r")
+    saved = fake.save("r")
+    fake.remove("r")
+    assert saved.compaction.retained.stop * BLOCK < PROMPT - 2
+    branch = branch_of(source, "b", PROMPT - 1)
+    fake.resume(branch, saved, PROMPT, 12, max_tokens=PROMPT - 1)
+    run(fake, "b", chunk=1)  # the fake engine compares the attention of all steps
+    fake.remove("b")
+    idle(fake)
 
 
 def test_an_index_that_is_built_lazily_is_built_again():
@@ -346,6 +363,30 @@ def test_a_rewind_that_fails_frees_what_it_took(monkeypatch, what, moves):
     idle(fake)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_host_page_is_free_when_its_last_owner_gives_it_up(seed):
+    """Random owners that share first pages, against sets in Python."""
+    tier, rng = HostTier(64 * 256, 4, 8, torch.float32), Random(seed)
+    owned: dict[int, list[int]] = {}
+    for number in range(300):
+        if owned and rng.random() < 0.45:
+            pages = owned.pop(rng.choice(list(owned)))
+            tier.release(torch.tensor(pages))
+        else:
+            shared = rng.choice(list(owned.values())) if owned else []
+            shared = shared[: rng.randint(0, len(shared))]
+            fresh = tier.take(rng.randint(1, min(3, max(tier.num_free, 1))))
+            if shared:
+                tier.share(torch.tensor(shared))
+            owned[number] = [*shared, *fresh.tolist()]
+        if tier.num_free < 4:
+            number = next(iter(owned))
+            tier.release(torch.tensor(owned.pop(number)))
+        used = {page for pages in owned.values() for page in pages}
+        assert tier.num_free == len(tier.pages) - len(used)
+        tier.check_integrity([torch.tensor(pages) for pages in owned.values()])
+
+
 # -- indices ------------------------------------------------------------------------
 
 
@@ -440,8 +481,9 @@ def built(kind: str, keys: torch.Tensor, stops: list[int]) -> KeyIndex:
 
 
 def selected(index: KeyIndex, keys: torch.Tensor, tokens: int) -> list[list[int]]:
-    memory = Keys.dense(keys[:, :tokens].contiguous())
-    chosen = index.select(keys_of(4, 9), memory, HEAD_DIM**-0.5, min(tokens, 9))
+    chosen = index.select(
+        keys_of(4, 9), Keys.dense(keys), HEAD_DIM**-0.5, min(tokens, 9)
+    )
     return chosen.tolist()
 
 

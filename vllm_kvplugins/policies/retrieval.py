@@ -371,9 +371,10 @@ class Retriever(KVCachePolicy):
     ) -> Compaction | None:
         """The last compaction of a cache that is taken back to an earlier token.
 
-        What it holds follows from host memory: see ``kept_positions``. The compaction
-        frees fewer blocks than the one at the end of the prompt, which therefore runs,
-        as if all of the prompt had been computed.
+        What it holds follows from host memory: see ``kept_positions``. With
+        ``prefill_block``, it is a compaction of the prompt's plan, if one is early
+        enough. Otherwise, it frees fewer blocks than the compaction at the end of the
+        prompt, which therefore runs, as if all of the prompt had been computed.
 
         Args:
             tokens: number of tokens that stay, fewer than the prompt has.
@@ -382,13 +383,18 @@ class Retriever(KVCachePolicy):
         Returns:
             None: there would be nothing on the host, and recomputing takes little.
         """
-        size = geometry.block_size
-        decoding = self.plan(Lengths(prompt_tokens), geometry).decode_compaction
+        size, plan = geometry.block_size, self.plan(Lengths(prompt_tokens), geometry)
+        done = plan.num_done(tokens)
+        if done:
+            last = plan.compaction(done - 1)
+            candidates = BlockSpan(0, last.candidates.stop)
+            return Compaction(last.at_tokens, candidates, last.retained)
+        decoding = plan.decode_compaction
         assert decoding is not None
-        last = decoding.retained(prompt_tokens // size)
+        at_end = decoding.retained(prompt_tokens // size)
         for stop in range(tokens // size, 0, -1):
             retained = decoding.retained(stop)
-            if 0 < retained.start < last.start:
+            if 0 < retained.start < at_end.start:
                 return Compaction(stop * size, BlockSpan(0, stop), retained)
         return None
 
