@@ -173,6 +173,28 @@ def test_with_other_settings(name, more):
     continues(name, 47, False, same_selection=True, **more)
 
 
+def test_a_session_without_its_index_builds_it_when_a_query_selects():
+    """A branch took the index, and no compaction comes before the first selection."""
+    fake, source = engine("quest", age_blocks=3), Request.make("r", 150, 0)
+    add(fake, source, PROMPT, 12)
+    run(fake, "r")
+    saved = fake.save("r")
+    fake.remove("r")
+    branch = branch_of(source, "b", 84)
+    fake.resume(branch, saved, 86, 2, max_tokens=84, moves=False)
+    run(fake, "b")
+    fake.remove("b")
+    layers = saved.extension_states[0].layers.values()
+    assert {layer.tokens for layer in layers} == {0}, "it still has an index"
+    fake.resume(source, saved, saved.tokens + 1, 4)
+    run(fake, "r", chunk=1)
+    state = fake.retrieval._requests["r"]
+    assert {layer.tokens for layer in state.layers.values()} == {state.tokens}
+    assert fake.retrieval.traffic.failed == 0
+    fake.remove("r")
+    idle(fake)
+
+
 def test_tokens_behind_the_retained_region():
     """The session ended soon after its compaction; its tail has two tokens of these."""
     fake, source = engine("icecache"), Request.make("r", 150, 0)
