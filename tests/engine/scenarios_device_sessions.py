@@ -244,8 +244,8 @@ def odds(model: str, policy: Policy) -> dict[str, Any]:
     # the session is dropped, then all sessions are
     of = talk("old")
     was = driver.parked
-    while directory(driver).drop_oldest():
-        pass
+    while (oldest := directory(driver).oldest()) is not None:
+        directory(driver).evict(oldest)
     report["dropped"] = {"was": was, "parked": driver.parked}
     again(of, "evicted")
     of = talk("reset")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -346,6 +347,100 @@ def retrieved(model: str, policy: dict[str, Any]) -> dict[str, Any]:
         "large": driver.tokens["large"],
         "counts": counts(driver),
         "tracked": driver.check_policy_state(),
+    }
+
+
+def rewound(
+    model: str, policies: list[dict[str, Any]], number: int, settings: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Conversations that go back to an earlier token, several at once.
+
+    Each comes with the same requests under other salts, which go back nowhere.
+    """
+    return [_rewound(model, policy, number, settings) for policy in policies]
+
+
+def _rewound(
+    model: str, policy: dict[str, Any], number: int, settings: dict[str, Any]
+) -> dict[str, Any]:
+    settings = {"num_gpu_blocks_override": 400} | settings
+    driver = Driver(make_llm(model, policy, **settings))
+    report: dict[str, Any] = {}
+
+    def ask(name: str, prompts: list[list[int]], salt: str) -> list[list[int]]:
+        """The answers to prompts that run at the same time."""
+        before = counts(driver)
+        names = [f"{name} {salt} {i}" for i in range(len(prompts))]
+        for i, (each, prompt) in enumerate(zip(names, prompts, strict=True)):
+            driver.add(each, prompt, ANSWER, salt=f"{salt} {i}")
+        driver.run()
+        settle(driver)
+        driver.check_blocks()
+        directory(driver).check_integrity()
+        after = counts(driver)
+        changed = {key: after[key] - before[key] for key in after}
+        changed["least"] = min(driver.cached.get(each, 0) for each in names)
+        report.setdefault("changes", {})[f"{name} {salt}"] = changed
+        return [driver.tokens[each] for each in names]
+
+    def tokens(part: int, count: int) -> list[list[int]]:
+        seeds = [1000 * (i + 1) + part for i in range(number)]
+        return [random_tokens(seed, count, VOCABULARY) for seed in seeds]
+
+    def joined(*parts: list[list[int]]) -> list[list[int]]:
+        return [list(chain(*each)) for each in zip(*parts, strict=True)]
+
+    first = tokens(1, 440)
+    answers = ask("first", first, "us")
+    again = ask("regenerate", first, "us")
+    second = joined(first, answers, tokens(2, 50))
+    replies = ask("second", second, "us")
+    late = joined(first, answers, tokens(3, 60))
+    late_replies = ask("edit late", late, "us")
+    early = joined([prompt[:260] for prompt in first], tokens(4, 200))
+    early_answers = ask("edit early", early, "us")
+    third = joined(second, replies, tokens(5, 40))
+    third_replies = ask("third", third, "us")
+    # what others give who do not go back
+    report["regenerate"] = answers, again
+    report["early"] = early_answers, ask("first", early, "new")
+    for name, prompts, got in (
+        ("late", [late], [late_replies]),
+        ("third", [second, third], [replies, third_replies]),
+    ):
+        ask("first", first, name)
+        same = [ask(f"turn {i}", each, name) for i, each in enumerate(prompts)]
+        report[name] = got, same
+    directory(driver).clear()
+    settle(driver)
+    finish(driver)
+    (extension,) = driver.worker.kv_policy.runtime.extensions
+    tier = extension.tier
+    return report | {
+        "policy": policy,
+        "tracked": driver.check_policy_state(),
+        "reserved": driver.scheduler.connector.host.reserved_bytes,
+        "host_pages": len(tier.pages) - tier.num_free,
+    }
+
+
+def cut_off(model: str, policy: dict[str, Any]) -> dict[str, Any]:
+    """An answer that is regenerated where host memory has room for one request."""
+    driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
+    prompt = random_tokens(1, 440, VOCABULARY)
+    report: dict[str, Any] = {}
+    report["first"], _ = _ask(driver, "first", prompt, [], "one", 40)
+    report["again"], report["restored"] = _ask(driver, "again", prompt, [], "one", 40)
+    report["sessions"] = directory(driver).num_sessions
+    directory(driver).clear()
+    settle(driver)
+    finish(driver)
+    (extension,) = driver.worker.kv_policy.runtime.extensions
+    return report | {
+        "tracked": driver.check_policy_state(),
+        "reserved": driver.scheduler.connector.host.reserved_bytes,
+        "host_pages": len(extension.tier.pages) - extension.tier.num_free,
+        "counts": counts(driver),
     }
 
 

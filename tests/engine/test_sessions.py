@@ -199,6 +199,104 @@ def test_a_retrievers_tokens_stay_on_the_host(tiny_model):
     assert report["tracked"] == 0
 
 
+RETRIEVE = {"budget": 64, "skip_layers": 1, "sessions": True}
+# Indices of these depend on how many keys arrive at once. After a rewind they are often
+# built from all keys, as without a session, and not from the first prompt's.
+LEARNING = "pqcache", "clusterkv", "dci"
+EXACT = [
+    {"name": "icecache"},
+    {"name": "quest"},
+    {"name": "pqcache"},
+    {"name": "icecache", "index": "dci"},
+]
+MORE_EXACT = [
+    {"name": "icecache", "index": "device", "host_memory": "64MiB"},
+    {"name": "exact-topk"},
+    {"name": "arkvale"},
+    {"name": "clusterkv"},
+    {"name": "omnikv", "reuse_every": 2},
+    {"name": "icecache", "prefill_block": 128},
+]
+
+
+def rewound(model, policies, number, **settings):
+    return run_scenario(
+        "scenarios_sessions:rewound",
+        {
+            "model": model,
+            "policies": [RETRIEVE | policy for policy in policies],
+            "number": number,
+            "settings": settings,
+        },
+        timeout=580,
+    )
+
+
+@pytest.mark.parametrize(
+    ("policies", "number"),
+    [
+        pytest.param(EXACT[:1], 1, id="one"),
+        pytest.param(EXACT, 6, id="six", marks=pytest.mark.slow),
+        pytest.param(MORE_EXACT, 2, id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_a_retriever_goes_back_to_any_token(tiny_model, policies, number):
+    """Answers equal those of engines that compute the tokens again, and other branches
+    stay."""
+    for report in rewound(tiny_model, policies, number):
+        policy = report["policy"]
+        names = ["regenerate", "early", "late", "third"]
+        if {policy["name"], policy.get("index")} & set(LEARNING):
+            names = names[:2]
+        if "prefill_block" in policy:
+            names = names[:1]  # the rest is compacted at other tokens
+        for name in names:
+            got, same = report[name]
+            assert got == same, (name, policy)
+        check_rewinds(report, number)
+
+
+@pytest.mark.slow
+def test_quantized_host_memory_goes_back_to_any_token(tiny_model):
+    """Tokens that return to the device were quantized, so answers may differ."""
+    policy = {"name": "icecache", "host_dtype": "int8"}
+    (report,) = rewound(tiny_model, [policy], 2)
+    check_rewinds(report, 2)
+
+
+def check_rewinds(report, number):
+    """Which requests continued a session, and that nothing is left of them."""
+    changes = report["changes"]
+    for name, hits, least in (
+        ("regenerate us", 1, 439),
+        ("second us", 1, 440 + 20),
+        ("edit late us", 1, 440 + 20),
+        ("edit early us", 1, 260),
+        ("third us", 1, 440 + 21 + 50 + 20),
+        ("first new", 0, 0),
+    ):
+        assert changes[name]["hits"] == hits * number, name
+        assert changes[name]["least"] >= least, name
+        assert changes[name]["cut_off"] == changes[name]["failures"] == 0
+    for name in ("regenerate us", "edit early us", "edit late us"):
+        assert changes[name]["rewinds"] == number, name
+    assert report["tracked"] == report["reserved"] == report["host_pages"] == 0
+
+
+def test_a_branch_is_cut_off_where_host_memory_is_full(tiny_model):
+    """The request takes the session over, and the part behind its text is lost."""
+    policy = {"name": "icecache", "host_memory": "400KiB"} | RETRIEVE
+    report = run_scenario(
+        "scenarios_sessions:cut_off", {"model": tiny_model, "policy": policy}
+    )
+    assert report["again"] == report["first"]
+    assert report["restored"] == 439
+    assert report["counts"]["cut_off"] == report["counts"]["rewinds"] == 1
+    assert report["counts"]["evictions"] == 0
+    assert report["sessions"] == 1, "the session is still known"
+    assert report["tracked"] == report["reserved"] == report["host_pages"] == 0
+
+
 # Bytes of a key or value of 32 elements, by the dtype of the cache and session_dtype.
 ROW_BYTES = {
     "float32": {"auto": 128, "int8": 36, "int4": 20},

@@ -84,12 +84,16 @@ class SessionEngine(FakeEngine):
         turn_ends: tuple[int, ...] = (),
         max_tokens: int | None = None,
         in_place: bool = False,
+        moves: bool = True,
     ) -> Request:
         """A request that continues where ``old`` was saved.
 
+        Retrievers go back to any token.
+
         Args:
-            most: tokens that it can have in common with ``old``.
+            max_tokens: tokens that it can have in common with ``old``.
             in_place: its blocks are parked.
+            moves: it takes what the session has on the host.
         """
         request = Request(
             old.name,
@@ -112,8 +116,14 @@ class SessionEngine(FakeEngine):
         self.runtime.add_request(
             old.name, range(prompt), turn_ends, old.patched, old.shared
         )
-        at = saved.compaction.at_tokens if saved.compaction else 0
+        compaction, rewound = saved.compaction, None
         tokens = min(saved.tokens, prompt - 1, max_tokens or prompt)
+        retrieval = self.runtime.policy.retrieval
+        if compaction and tokens < compaction.at_tokens and retrieval is not None:
+            rewound = retrieval.rewound(tokens, prompt, self.runtime.geometry)
+            assert rewound is not None, "too few tokens to go back to"
+            request.restored = compaction = rewound
+        at = compaction.at_tokens if compaction else 0
         needed = self.runtime.policy.queries_needed
         request.computed = tokens = self.plan(old.name).can_start_at(
             tokens, at, needed, saved.first_query
@@ -128,7 +138,7 @@ class SessionEngine(FakeEngine):
         prefix: list[int] = []
         if self.prefix_tokens.get(old.prefix, 0) >= old.shared * self.block:
             prefix = self.prefixes.get(old.prefix, [])[: old.shared]
-        first = saved.compaction.retained.start if saved.compaction else len(prefix)
+        first = compaction.retained.start if compaction else len(prefix)
         own = range(first, -(-tokens // self.block))
         if in_place:
             assert saved.blocks is not None
@@ -137,7 +147,8 @@ class SessionEngine(FakeEngine):
             fresh = [self.free.pop() for _ in own]
         request.held = {*range(len(prefix)), *own}
         request.table = prefix + [0] * (first - len(prefix)) + fresh
-        self.transfer.restore(old.name, prompt, saved, tokens, fresh, in_place, prefix)
+        args = (old.name, prompt, saved, tokens, fresh, in_place, prefix)
+        self.transfer.restore(*args, rewound, moves)
         due = self.plan(old.name).due(at, tokens)
         records, self.runtime.records = self.runtime.records or [], []
         assert len(records) == (due is not None), "compacted off the plan"

@@ -58,9 +58,11 @@ class Sessions:
         self.fetched.append(request_id)
         return self.responds
 
-    def drop_oldest(self) -> bool:
+    def oldest(self, besides: str | None = None) -> str | None:
+        return f"idle {self.idle}" if self.idle else None
+
+    def evict(self, session_id: str) -> None:
         self.idle -= 1
-        return self.idle >= 0
 
 
 def request(tokens: int = 40, max_tokens: int = 4) -> Request:
@@ -154,15 +156,90 @@ def test_idle_sessions_make_room_in_host_memory(idle, waits):
         built.host.hold_session(name, 1 << 20)
     names = ["one", "two"]
 
-    def drop_oldest() -> bool:
-        dropped = Sessions.drop_oldest(sessions)
-        if dropped:
-            built.host.release_session(names.pop())
-        return dropped
+    def evict(session_id: str) -> None:
+        Sessions.evict(sessions, session_id)
+        built.host.release_session(names.pop())
 
-    sessions.drop_oldest = drop_oldest  # type: ignore[method-assign]
+    sessions.evict = evict  # type: ignore[method-assign]
     waiting = request()
     admission = built.admission.admit(waiting, 0)
     assert (admission.waits_for == "host memory") == waits
     assert (admission.external_tokens is None) == waits
     assert len(built.host.waiting) == waits
+
+
+class OnHost(Sessions):
+    """Sessions of a retriever in host memory, least recently used first."""
+
+    def __init__(self, match: Match, branches: bool, names: list[str]) -> None:
+        super().__init__(match)
+        self.branches, self.names, self.evicted = branches, names, []
+        self.host: HostReservations | None = None
+
+    def is_branch(self, match: Match) -> bool:
+        return self.branches
+
+    def oldest(self, besides: str | None = None) -> str | None:
+        return next((name for name in self.names if name != besides), None)
+
+    def evict(self, session_id: str) -> None:
+        assert self.host is not None
+        self.names.remove(session_id)
+        self.evicted.append(session_id)
+        self.host.release_session(session_id)
+
+
+@pytest.mark.parametrize(
+    ("branches", "names", "room", "moves", "evicted"),
+    [
+        (False, ["s"], 3, True, []),
+        (False, ["s", "u"], 0, True, ["u"]),
+        (True, ["s"], 2, False, []),
+        (True, ["s"], 0, True, []),
+        (True, ["t", "s", "u"], 0, False, ["t"]),
+        (True, ["s", "u"], 0, True, []),
+    ],
+    ids=[
+        "all-of-it",
+        "others-go",
+        "room",
+        "no-room",
+        "older-go-first",
+        "newer-stay",
+    ],
+)
+def test_a_branch_leaves_its_session_unless_it_is_the_next_to_be_evicted(
+    branches, names, room, moves, evicted
+):
+    """Each session and the request need as much; ``room``: requests that fit."""
+    sessions = OnHost(match_of(36), branches, list(names))
+    built = controller(QUEST, sessions)
+    sessions.host = host = built.host
+    waiting = request()
+    need = host._need(waiting)
+    if not branches and len(names) > 1:
+        # what moves is not enough
+        host.hold_session("s", need // 2)
+        host.hold_session("u", need)
+    else:
+        for name in names:
+            host.hold_session(name, need)
+    spare = host._limit - host.reserved_bytes - room * need
+    host._reserved["other"] = spare
+    admission = built.admission.admit(waiting, 0)
+    assert admission.match is sessions.found
+    assert admission.moves == moves
+    assert sessions.evicted == evicted
+
+
+def test_a_request_that_waits_for_host_memory_keeps_its_session():
+    sessions = OnHost(match_of(36), False, ["s"])
+    built = controller(QUEST, sessions)
+    sessions.host = host = built.host
+    need = host._need(request())
+    host.hold_session("s", need)
+    host._reserved["other"] = host._limit - need + 1
+    assert built.admission.admit(request(), 0).waits_for == "host memory"
+    assert not sessions.evicted
+    host._reserved["other"] -= 1
+    assert built.admission.admit(request(), 0).moves

@@ -421,8 +421,8 @@ def test_a_save_without_memory_is_reported_and_not_raised():
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_load_without_memory_is_reported_and_not_raised(moves):
     """On both ranks, for two requests; one session is lost."""
-    stores = [SessionStore(Caches(), moves=moves) for _ in range(2)]
-    directory = SessionDirectory(10, ranks=2, moves=moves)
+    stores = [SessionStore(Caches()) for _ in range(2)]
+    directory = SessionDirectory(10, ranks=2)
     directory.save(session("s", tokens(1, 2, 3)), "p", ())
     commands = directory.take_commands()
     for store in stores:
@@ -430,7 +430,7 @@ def test_a_load_without_memory_is_reported_and_not_raised(moves):
     directory.process([report for store in stores for report in store.take_acks()])
     match = next(directory.find("o", tokens(1, 2, 3, 9)), None)
     for request in ("q",) if moves else ("q", "r"):
-        directory.load(match, request, 4, (7, 8))
+        directory.load(match, request, 4, (7, 8), moves=moves)
     commands = directory.take_commands()
     for store in stores:
         store.execute(commands)

@@ -35,8 +35,8 @@ def file_bytes(session: Session) -> int:
 class Worker:
     """Sessions of one rank in memory and in files."""
 
-    def __init__(self, moves: bool, writes: bool) -> None:
-        self.moves, self.writes = moves, writes
+    def __init__(self, writes: bool) -> None:
+        self.writes = writes
         self.memory: set[str] = set()
         self.files: set[str] = set()
         self.writing: set[str] = set()
@@ -80,7 +80,7 @@ class Worker:
                     self.writing.add(name)
         for load in commands.loads:
             assert load.session_id in self.memory, "loaded what is not in memory"
-            if self.moves:
+            if load.moves:
                 self.memory.discard(load.session_id)
         self.memory -= set(commands.drop)
         for name in commands.drop:
@@ -114,14 +114,14 @@ class Store(RuleBasedStateMachine):
     @initialize(ranks=st.integers(1, 2), kind=st.sampled_from(("writes", "moves", "")))
     def start(self, ranks: int, kind: str) -> None:
         self.now, self.number = 0.0, 0
-        self.workers = [Worker(kind == "moves", kind == "writes") for _ in range(ranks)]
+        self.workers = [Worker(kind == "writes") for _ in range(ranks)]
+        self.moves = kind == "moves"
         self.directory = SessionDirectory(
             MEMORY_BYTES,
             ranks,
             writes=kind == "writes",
             disk_bytes=DISK_BYTES,
             max_age_s=MAX_AGE_S,
-            moves=kind == "moves",
             on_memory_freed=lambda name: self.parked.discard(name),
             clock=lambda: self.now,
         )
@@ -173,7 +173,10 @@ class Store(RuleBasedStateMachine):
             self.directory.stop_waiting(name)
             return True
         of = match.session.session_id
-        self.directory.load(match, name, len(prompt), (), of in self.parked)
+        # A request that branches off moves a session only if memory is full.
+        moves = self.moves and (match.lost_tokens < 2 or len(prompt) % 2 == 0)
+        in_place = of in self.parked
+        self.directory.load(match, name, len(prompt), (), in_place, moves=moves)
         self.parked.discard(of)
         return True
 
@@ -203,8 +206,11 @@ class Store(RuleBasedStateMachine):
 
     @rule()
     def drop_oldest(self) -> None:
-        before = self.directory.held_bytes
-        assert self.directory.drop_oldest() == (self.directory.held_bytes < before)
+        before, oldest = self.directory.held_bytes, self.directory.oldest()
+        if oldest is not None:
+            assert self.directory.oldest(besides=oldest) != oldest
+            self.directory.evict(oldest)
+            assert self.directory.held_bytes < before
 
     @rule(which=st.integers(0, 9))
     def forget_all(self, which: int) -> None:

@@ -531,6 +531,26 @@ class PolicyRuntime:
             if state is not None:
                 extension.attach(request_id, state)
 
+    def continue_extensions(
+        self, states: Sequence[Any], compaction: Compaction, moves: bool
+    ) -> tuple[Any, ...]:
+        """Detached state for a request that continues a session.
+
+        Args: see ``StepExtension.continued``.
+        """
+        return tuple(
+            None if state is None else extension.continued(state, compaction, moves)
+            for extension, state in zip(self.extensions, states, strict=True)
+        )
+
+    def kept_positions(self, tokens: int, slots: int) -> torch.Tensor:
+        """Positions in a retained region that is rebuilt for a session.
+
+        Args: see ``StepExtension.kept_positions``.
+        """
+        (extension,) = self.extensions
+        return extension.kept_positions(tokens, slots)
+
     def place_extensions(self, request_id: str, resident: Resident) -> None:
         """Tell all extensions where the retained region of a restored request is."""
         assert self.tables is not None, "the heap is not bound"

@@ -27,6 +27,7 @@ import torch
 from vllm_kvplugins.engine.recorded_run import Fetch
 from vllm_kvplugins.engine.requests import DueCompaction, PageList, Row
 from vllm_kvplugins.ops.layout import PagedKV
+from vllm_kvplugins.plan.residency_plan import Compaction
 
 
 @dataclass(slots=True)
@@ -178,6 +179,50 @@ class StepExtension:
             state: returned by ``detach``, not None.
         """
         raise AssertionError(f"{type(self).__name__} has no state to attach")
+
+    def continued(self, state: Any, compaction: Compaction, moves: bool) -> Any:
+        """Detached state for a request that continues the session of ``state``.
+
+        Args:
+            state: returned by ``detach``, not None. It stays valid unless it moves.
+            compaction: the last one of the request, which may be earlier than that of
+                the session.
+            moves: nobody else will continue the session.
+
+        Raises:
+            RuntimeError: there is no room for it; nothing has changed.
+        """
+        raise AssertionError(f"{type(self).__name__} has no state to continue")
+
+    def held_positions(self, state: Any, layer: int) -> range:
+        """Positions whose keys and values detached state holds in a layer."""
+        return range(0)
+
+    def read_held(
+        self, state: Any, layer: int, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that detached state holds.
+
+        Args:
+            positions: int64 [n], of ``held_positions``.
+
+        Returns:
+            Two [num_kv_heads, n, head_dim] in host memory, elements of the cache.
+        """
+        raise AssertionError(f"{type(self).__name__} holds no tokens")
+
+    def kept_positions(self, tokens: int, slots: int) -> torch.Tensor:
+        """Positions that a compaction leaves in the cache, of a policy that has all
+        others in detached state.
+
+        Args:
+            tokens: number of tokens at the compaction, whole blocks.
+            slots: number of tokens that stay.
+
+        Returns:
+            int64 [slots].
+        """
+        raise AssertionError(f"{type(self).__name__} rebuilds no retained region")
 
     def discard(self, state: Any) -> None:
         """Free detached state, not None, that no request will attach."""

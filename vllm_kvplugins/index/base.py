@@ -58,6 +58,23 @@ class KeyIndex(ABC):
             ValueError, RuntimeError: as for ``append``.
         """
 
+    def keep_first(self, tokens: int) -> int:
+        """Forget the newest tokens: the session of a request is continued earlier.
+
+        Overridden where forgetting is cheaper than building a new index. Never runs at
+        the same time as ``append``.
+
+        Args:
+            tokens: number of first tokens that stay, below the number of appended ones.
+
+        Returns:
+            How many first tokens the index has from now on, at most ``tokens``. The
+            engine appends the others again, in one call. The index equals one that got
+            its tokens by the same calls, cut off there. 0: it has not changed, and the
+            engine builds a new one.
+        """
+        return 0
+
 
 class TopKeys(NamedTuple):
     """The best keys of every query, best first; equal scores by ascending slot.

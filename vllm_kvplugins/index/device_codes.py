@@ -164,6 +164,14 @@ class CodeScan(KeyIndex):
         self._codes = torch.cat([self._codes, codes], 1)
         self._scales = torch.cat([self._scales, scales], 1)
 
+    def keep_first(self, tokens: int) -> int:
+        """See :meth:`KeyIndex.keep_first`; 0 below the tokens that fit its space."""
+        if self._space.is_fit and tokens < FIT_KEYS:
+            return 0
+        self._first_keys = self._first_keys[:, :tokens]
+        self._codes, self._scales = self._codes[:, :tokens], self._scales[:, :tokens]
+        return tokens
+
     def select(
         self, queries: torch.Tensor, keys: Keys, scale: float, count: int
     ) -> torch.Tensor:

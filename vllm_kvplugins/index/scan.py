@@ -25,6 +25,11 @@ class ExactScan(KeyIndex):
         """Count the tokens."""
         self._num_tokens = first + keys.shape[1]
 
+    def keep_first(self, tokens: int) -> int:
+        """See :meth:`KeyIndex.keep_first`; it keeps all of them."""
+        self._num_tokens = tokens
+        return tokens
+
     def select(
         self, queries: torch.Tensor, keys: Keys, scale: float, count: int
     ) -> torch.Tensor:

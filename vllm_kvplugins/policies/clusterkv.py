@@ -62,6 +62,7 @@ class ClusteredKeys(KeyIndex):
         )
         self._clusters = [none] * num_kv_heads
         self._waiting: list[torch.Tensor] = []  # keys of each call
+        self._clustered = [0]  # tokens after each k-means
 
     def append(self, keys: torch.Tensor, first: int) -> None:
         """Cluster new keys, or let them wait (see the class).
@@ -75,27 +76,37 @@ class ClusteredKeys(KeyIndex):
         waiting = [*self._waiting, keys.to(torch.float32)]
         new_keys = torch.cat(waiting, 1)
         tokens = new_keys.shape[1]
-        before = first + keys.shape[1] - tokens
-        calls = len(self._waiting)
-        kept = [_first(old, len(old.ends) - calls) for old in self._clusters]
         if first and tokens < self._batch_tokens:
             # One cluster for each call.
             sizes = torch.tensor([part.shape[1] for part in waiting])
             numbers = torch.arange(len(waiting)).repeat_interleave(sizes)
-            assigned = numbers.expand(len(kept), -1)
+            assigned = numbers.expand(len(new_keys), -1)
         else:
             count = max(tokens // self._cluster_tokens, 1)
             found = k_means(
                 new_keys, count, self._iterations, self._seed, nearest_direction
             )
             assigned, waiting = found.assigned, []
+        before = self._clustered[-1]
         self._clusters = [
-            _with(old, head_keys, head_assigned, before)
+            _with(_up_to(old, before), head_keys, head_assigned, before)
             for old, head_keys, head_assigned in zip(
-                kept, new_keys, assigned, strict=True
+                self._clusters, new_keys, assigned, strict=True
             )
         ]
         self._waiting = waiting
+        if not waiting:
+            self._clustered.append(before + tokens)
+
+    def keep_first(self, tokens: int) -> int:
+        """Keep what was clustered together as a whole; later tokens wait again."""
+        kept = [stop for stop in self._clustered if stop <= tokens]
+        if len(kept) == 1:
+            return 0
+        self._clustered = kept
+        self._clusters = [_up_to(old, kept[-1]) for old in self._clusters]
+        self._waiting = []
+        return kept[-1]
 
     def select(
         self, queries: torch.Tensor, keys: Keys, scale: float, count: int
@@ -125,11 +136,10 @@ class ClusteredKeys(KeyIndex):
         return chosen
 
 
-def _first(clusters: Clusters, count: int) -> Clusters:
-    """The first clusters of a head."""
-    ends = clusters.ends[:count]
-    stop = int(ends[-1]) if count else 0
-    return Clusters(clusters.means[:count], clusters.tokens[:stop], ends)
+def _up_to(clusters: Clusters, tokens: int) -> Clusters:
+    """The clusters of a head's first tokens; none has later tokens, too."""
+    ends = clusters.ends[clusters.ends <= tokens]
+    return Clusters(clusters.means[: len(ends)], clusters.tokens[:tokens], ends)
 
 
 def _with(

@@ -68,6 +68,16 @@ class OrderedPages(KeyIndex):
         )
         self._tokens = first + keys.shape[1]
 
+    def keep_first(self, tokens: int) -> int:
+        """Keep full pages; the digest of a page that is cut would need its keys."""
+        full = tokens // self._page_tokens
+        if not full:
+            return 0
+        self._open = self._open[:, :0]
+        self._digests = tuple(old[:, :full].clone() for old in self._digests)
+        self._tokens = full * self._page_tokens
+        return self._tokens
+
     def select(
         self, queries: torch.Tensor, keys: Keys, scale: float, count: int
     ) -> torch.Tensor:

@@ -47,6 +47,7 @@ class QuantizedKeys(KeyIndex):
         shape = (num_kv_heads, self._subspaces, 0)
         self._centroids = torch.empty(*shape, self._dim)
         self._codes = torch.empty(shape, dtype=torch.uint8)
+        self._trained = 0  # tokens that k-means has seen
 
     def append(self, keys: torch.Tensor, first: int) -> None:
         """Quantize new keys; run k-means first if it is due (see the class).
@@ -73,8 +74,17 @@ class QuantizedKeys(KeyIndex):
                     points, self._max_centroids, self._iterations, self._seed
                 )
                 self._centroids = found.centroids.unflatten(0, new_parts.shape[:2])
-                codes = self._encode(new_parts)
+                codes, self._trained = self._encode(new_parts), tokens
         self._codes = codes
+
+    def keep_first(self, tokens: int) -> int:
+        """Keep codes and centroids, unless k-means has seen tokens that go."""
+        if tokens < self._trained:
+            return 0
+        self._codes = self._codes[:, :, :tokens].clone()
+        if not self._trained:
+            self._centroids = self._centroids[:, :, :tokens].clone()
+        return tokens
 
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
         """Products of queries with the centroids of all keys.

@@ -366,5 +366,44 @@ class Retriever(KVCachePolicy):
             self.sinks, max(min(tokens - self.window, before_tail), self.sinks)
         )
 
+    def rewound(
+        self, tokens: int, prompt_tokens: int, geometry: Geometry
+    ) -> Compaction | None:
+        """The last compaction of a cache that is taken back to an earlier token.
+
+        What it holds follows from host memory: see ``kept_positions``. With
+        ``prefill_block``, it is a compaction of the prompt's plan, if one is early
+        enough. Otherwise, it frees fewer blocks than the compaction at the end of the
+        prompt, which therefore runs, as if all of the prompt had been computed.
+
+        Args:
+            tokens: number of tokens that stay, fewer than the prompt has.
+            prompt_tokens: of the request that continues.
+
+        Returns:
+            None: there would be nothing on the host, and recomputing takes little.
+        """
+        size, plan = geometry.block_size, self.plan(Lengths(prompt_tokens), geometry)
+        done = plan.num_done(tokens)
+        if done:
+            last = plan.compaction(done - 1)
+            candidates = BlockSpan(0, last.candidates.stop)
+            return Compaction(last.at_tokens, candidates, last.retained)
+        decoding = plan.decode_compaction
+        assert decoding is not None
+        at_end = decoding.retained(prompt_tokens // size)
+        for stop in range(tokens // size, 0, -1):
+            retained = decoding.retained(stop)
+            if 0 < retained.start < at_end.start:
+                return Compaction(stop * size, BlockSpan(0, stop), retained)
+        return None
+
+    def kept_positions(self, tokens: int, slots: int) -> torch.Tensor:
+        """Positions that ``score`` keeps of ``tokens`` tokens in ``slots`` slots: sinks
+        and the newest tokens; int64 [slots]."""
+        newest = torch.arange(tokens - slots, tokens)
+        newest[: self.sinks] = torch.arange(min(self.sinks, slots))
+        return newest
+
     def page_allocator(self) -> PageAllocator:
         return WholeFirstLayers(whole_layers=self.skip_layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -40,6 +40,11 @@ class Session:
     def compacted_at(self) -> int:
         """Smallest number of tokens to restore, because compactions are final."""
         return self.compaction.at_tokens if self.compaction else 0
+
+    def rewound(self, compaction: Compaction) -> Session:
+        """The session as it is rebuilt for a request that begins before its last
+        compaction, with ``compaction`` as the last one."""
+        return replace(self, compaction=compaction)
 
     @property
     def first_block(self) -> int:
@@ -88,6 +93,9 @@ class Load:
             written to them since; nothing is copied.
         prefix: physical IDs of the first blocks of a shared prefix that come from the
             prefix cache. Others may read them, so nothing is copied there.
+        rewound: the last compaction of the restored cache, if the request begins before
+            that of the session; see ``Session.rewound``.
+        moves: the session has left the directory, and the request takes what it has.
     """
 
     session_id: str
@@ -97,6 +105,8 @@ class Load:
     blocks: tuple[int, ...]
     in_place: bool = False
     prefix: tuple[int, ...] = ()
+    rewound: Compaction | None = None
+    moves: bool = False
 
 
 @dataclass(slots=True)

@@ -89,12 +89,20 @@ class Match:
         tokens: number of tokens to restore.
         shared: number of first tokens that session and prompt share.
         ready: whether it is in memory; if not, ``fetch`` reads it.
+        is_rewound: the session is rebuilt as it was before its last compaction;
+            ``session`` then has the earlier one.
     """
 
     session: Session
     tokens: int
     shared: int
     ready: bool
+    is_rewound: bool = False
+
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens of the session that the prompt does not share."""
+        return len(self.session.tokens) - self.shared
 
 
 @dataclass(slots=True)
@@ -113,6 +121,9 @@ class Counts:
         failures: sessions lost to an error.
         store_hits: hits of sessions that were found in a shared store, where another
             replica has usually saved them.
+        rewinds: hits at a token before the session's last compaction.
+        cut_off: hits that took a session although they do not share all of its tokens,
+            because host memory was full.
     """
 
     hits: int = 0
@@ -124,6 +135,8 @@ class Counts:
     refused: int = 0
     failures: int = 0
     store_hits: int = 0
+    rewinds: int = 0
+    cut_off: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +171,7 @@ class SessionDirectory:
         disk_bytes: limit on files; None: no limit.
         other_disk_bytes: size of files that are not sessions; they count.
         max_age_s: seconds after which an unused session expires; None: never.
-        moves: whether a session moves into the request that continues it. Otherwise it
-            is copied and stays in the directory.
+        rewinds: whether a session can be continued before its last compaction.
         on_forgotten: called with the ID of each session that leaves the directory.
         on_memory_freed: called with the ID of each session that leaves memory, even if
             its file stays.
@@ -183,7 +195,7 @@ class SessionDirectory:
         disk_bytes: int | None = None,
         other_disk_bytes: int = 0,
         max_age_s: float | None = None,
-        moves: bool = False,
+        rewinds: bool = False,
         on_forgotten: Callable[[str], None] = lambda session_id: None,
         on_memory_freed: Callable[[str], None] = lambda session_id: None,
         shared: SharedStore | None = None,
@@ -200,12 +212,11 @@ class SessionDirectory:
         self._disk_bytes = disk_bytes
         self._other_disk_bytes = other_disk_bytes
         self._max_age_s = max_age_s
-        self._moves = moves
         self._on_forgotten = on_forgotten
         self._on_memory_freed = on_memory_freed
         self._shared = shared
         self._clock = clock
-        self._index = SessionIndex(min_tokens)
+        self._index = SessionIndex(min_tokens, rewinds)
         self._entries: dict[str, _Entry] = {}  # least recently used first
         # Sessions whose memory or disk is not "absent", in the same order.
         self._held: dict[str, None] = {}
@@ -269,23 +280,32 @@ class SessionDirectory:
         blocks: Iterable[int],
         in_place: bool = False,
         prefix: Iterable[int] = (),
+        moves: bool = False,
+        cuts_off: bool = False,
     ) -> None:
         """Command the workers to load a session into the blocks of a request.
 
         Args:
             blocks, in_place, prefix: see ``Load``.
+            moves: the session leaves the directory with the request. Otherwise it
+                stays, for other requests.
+            cuts_off: it moves although others could have continued it later.
         """
         session_id = match.session.session_id
         self.stop_waiting(request_id)
         assert self._entries[session_id].memory == "present", "not in memory"
         args = (session_id, request_id, prompt_tokens, match.tokens, tuple(blocks))
-        self._commands.loads.append(Load(*args, in_place, tuple(prefix)))
+        rewound = match.session.compaction if match.is_rewound else None
+        load = Load(*args, in_place, tuple(prefix), rewound, moves)
+        self._commands.loads.append(load)
         self.counts.hits += 1
         self.counts.device_hits += in_place
         self.counts.store_hits += self._entries[session_id].is_found
         self.counts.restored_tokens += match.tokens
         self.counts.recomputed_tokens += match.shared - match.tokens
-        if self._moves:
+        self.counts.rewinds += match.is_rewound
+        self.counts.cut_off += cuts_off
+        if moves:
             self._forget(session_id)
         else:
             self._touch(session_id)
@@ -452,7 +472,7 @@ class SessionDirectory:
         """Process acknowledgements. Removes sessions that failed on any rank."""
         acks = list(acks)
         # A session that moves has left the directory with its load command.
-        lost = {a.session_id for a in acks if a.event == "loaded" and self._moves}
+        lost = {a.session_id for a in acks if a.load is not None and a.load.moves}
         self.counts.failures += len(lost)
         for ack in acks:
             if ack.event == "written":
@@ -531,18 +551,19 @@ class SessionDirectory:
         # Not just before the time: nobody would wake the engine again.
         return max(self._max_age_s - unused_s, 0.0) + 0.01
 
-    def drop_oldest(self) -> bool:
-        """Free the memory of the least recently used session that can be removed.
+    def oldest(self, besides: str | None = None) -> str | None:
+        """ID of the least recently used session that can be removed from memory.
 
-        Returns:
-            False if there is none.
+        Args:
+            besides: ID of a session that does not count.
         """
-        for session_id in self._held:
-            if self._can_leave_memory(session_id):
-                self.counts.evictions += 1
-                self._remove(session_id)
-                return True
-        return False
+        removable = (i for i in self._held if self._can_leave_memory(i))
+        return next((i for i in removable if i != besides), None)
+
+    def evict(self, session_id: str) -> None:
+        """Remove a session to make room."""
+        self.counts.evictions += 1
+        self._remove(session_id)
 
     def clear(self) -> None:
         """Remove all sessions and their files."""

@@ -74,13 +74,15 @@ class SessionIndex:
     Args:
         min_tokens: prompts that share fewer tokens with a session do not find it,
             unless the session is shorter.
+        rewinds: sessions can be continued before their last compaction, too.
 
     Memory: 4 bytes per token that is not shared, below 2 KiB per session, and 8 bytes
         per session and node above it. At most two nodes per session.
     """
 
-    def __init__(self, min_tokens: int) -> None:
+    def __init__(self, min_tokens: int, rewinds: bool = False) -> None:
         self._min_tokens = min_tokens
+        self._rewinds = rewinds
         self._sessions: dict[str, Session] = {}
         self._num_added = 0
         # A session's rank orders sessions by length; of equally long ones, the newest
@@ -109,8 +111,9 @@ class SessionIndex:
 
         Yields:
             Pairs of the number of shared first tokens (at least ``compacted_at`` of the
-            session) and the session. The longest first; of those that share equally
-            many tokens, the first of each kind, the shortest and then the newest first.
+            session, unless sessions rewind) and the session. The longest first; of
+            those that share equally many tokens, the first of each kind, the shortest
+            and then the newest first.
 
         Cost: one comparison of the prompt. Then, per node of its path and kind of
             session, O(log(sessions)).
@@ -118,10 +121,10 @@ class SessionIndex:
         path, shared = self._path(owner, _as_bytes(prompt))
         below: _Node | None = None
         for node in reversed(path):
-            firsts = sorted(_first_ranks(node, below, min(shared, node.depth)))
-            for rank in firsts:
+            common = min(shared, node.depth)
+            compacted_by = None if self._rewinds else common
+            for rank in sorted(_first_ranks(node, below, compacted_by)):
                 session = self._by_rank[rank]
-                common = min(shared, node.depth)
                 if common >= min(self._min_tokens, len(session.tokens)):
                     yield common, session
             below = node
@@ -213,15 +216,18 @@ def _kind(session: Session) -> Kind:
     return session.compaction, len(session.tokens) - session.first_query
 
 
-def _first_ranks(node: _Node, below: _Node | None, shared: int) -> Iterator[int]:
+def _first_ranks(
+    node: _Node, below: _Node | None, compacted_by: int | None
+) -> Iterator[int]:
     """The first rank of each kind below a node, without those below one child.
 
     Args:
-        shared: tokens that the prompt shares with these sessions; kinds that were
-            compacted later are left out.
+        compacted_by: kinds that were compacted after more tokens are left out; None:
+            none is.
     """
     for kind, ranks in node.ranks.items():
-        if kind[0] is not None and kind[0].at_tokens > shared:
+        compacted_at = kind[0].at_tokens if kind[0] is not None else 0
+        if compacted_by is not None and compacted_at > compacted_by:
             continue
         others = below.ranks.get(kind, ()) if below is not None else ()
         # The child's ranks are a subset. The first ones are equal as long as the last

@@ -50,6 +50,8 @@ class CacheTransfer(Protocol):
         blocks: tuple[int, ...],
         in_place: bool,
         prefix: tuple[int, ...],
+        rewound: Compaction | None,
+        moves: bool,
     ) -> None:
         """Let a request continue from a snapshot.
 
@@ -68,7 +70,6 @@ class SessionStore:
 
     Args:
         files: session files; None: memory only.
-        moves: whether a session moves into the request that continues it.
         num_readers, num_writers: how many files are read and written at once.
     """
 
@@ -77,14 +78,12 @@ class SessionStore:
         transfer: CacheTransfer,
         files: SessionFiles | None = None,
         rank: int = 0,
-        moves: bool = False,
         num_readers: int = 1,
         num_writers: int = 1,
     ) -> None:
         self._transfer = transfer
         self._files = files
         self._rank = rank
-        self._moves = moves
         self._snapshots: dict[str, CacheSnapshot] = {}
         self._acks: list[SessionAck] = []
         # Separate threads, so that reads do not wait for writes.
@@ -186,10 +185,9 @@ class SessionStore:
             )
 
     def _load(self, load: Load) -> None:
-        if self._moves:
-            saved = self._snapshots.pop(load.session_id)
-        else:
-            saved = self._snapshots[load.session_id]
+        saved = self._snapshots[load.session_id]
+        if load.moves:
+            del self._snapshots[load.session_id]
         try:
             self._transfer.restore(
                 load.request_id,
@@ -199,6 +197,8 @@ class SessionStore:
                 load.blocks,
                 load.in_place,
                 load.prefix,
+                load.rewound,
+                load.moves,
             )
         except COPY_ERRORS as error:
             # Keep the snapshot until the scheduler drops it: steps that are already

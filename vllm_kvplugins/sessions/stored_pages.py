@@ -19,6 +19,7 @@ import torch
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.ops import dispatch as ops
 from vllm_kvplugins.ops.bulk import copy_pages
+from vllm_kvplugins.ops.layout import PagedKV
 from vllm_kvplugins.ops.quantized_rows import BITS, QuantizedRows
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.sessions.settings import SessionDtype
@@ -127,6 +128,21 @@ class StoredPages(Protocol):
             which: int64 [n], rows of ``pages``, in host memory; None: the first n.
         """
 
+    def read_tokens(
+        self, pages: torch.Tensor, page: torch.Tensor, slot: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read single tokens of stored pages.
+
+        Args:
+            pages: [n, page_elems].
+            page: int64 [heads, tokens], rows of ``pages``.
+            slot: int64, same shape or [tokens].
+
+        Returns:
+            Keys and values, two [heads, tokens, head_dim] in host memory, elements of
+            the cache.
+        """
+
     def clear(self, pages: torch.Tensor, used: int) -> None:
         """Zero all slots of stored pages except for the first ``used``.
 
@@ -173,6 +189,14 @@ class ExactPages:
         for piece in _pieces(self._heap, len(ids), PIECE_BYTES):
             part = pages[piece] if which is None else pages[which[piece]]
             copy_pages(pool, ids[piece], part.to(pool.device), None)
+
+    def read_tokens(
+        self, pages: torch.Tensor, page: torch.Tensor, slot: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kv = PagedKV(pages, self._heap.layout.to("cpu"))
+        slot = slot.expand_as(page).reshape(-1)
+        keys, values = ops.gather_tokens(kv, page.reshape(-1), slot)
+        return keys.view(*page.shape, -1), values.view(*page.shape, -1)
 
     def clear(self, pages: torch.Tensor, used: int) -> None:
         layout = self._heap.layout
@@ -227,6 +251,16 @@ class QuantizedPages:
                 keys,
                 values,
             )
+
+    def read_tokens(
+        self, pages: torch.Tensor, page: torch.Tensor, slot: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        planes, dtype = pages.view(-1, *self._shape), self._heap.pages.dtype
+        keys, values = (
+            _dequantized(self._rows, planes[page, plane, slot], dtype)
+            for plane in (0, 1)
+        )
+        return keys, values
 
     def clear(self, pages: torch.Tensor, used: int) -> None:
         pages.view(-1, *self._shape)[:, :, used:] = 0  # rows of zeros

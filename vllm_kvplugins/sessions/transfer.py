@@ -12,6 +12,7 @@ from vllm_kvplugins.engine.retained_regions import RetainedRegions
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.engine.windows import Window
 from vllm_kvplugins.plan.residency_plan import Compaction
+from vllm_kvplugins.sessions.rewind import SavedTokens, rebuild
 from vllm_kvplugins.sessions.settings import SessionDtype
 from vllm_kvplugins.sessions.snapshot import (
     COPY_ERRORS,
@@ -143,6 +144,8 @@ class Transfer:
         blocks: Sequence[int],
         in_place: bool = False,
         prefix: Sequence[int] = (),
+        rewound: Compaction | None = None,
+        moves: bool = False,
     ) -> None:
         """Let a request continue from a snapshot.
 
@@ -153,11 +156,15 @@ class Transfer:
             blocks: physical IDs, from its first resident block.
             in_place: whether these blocks still hold the snapshot.
             prefix: physical IDs of first blocks that hold their tokens already.
+            rewound: the last compaction of the restored cache, which is rebuilt, if it
+                is earlier than that of the snapshot.
+            moves: the snapshot is not used again: the request gets its tokens in the
+                host tier.
 
         Raises:
             COPY_ERRORS: a copy failed, for example because device memory is full. The
-                request's KV is invalid until it is recomputed, and the session's
-                tokens in the host tier are freed.
+                request's KV is invalid until it is recomputed. The tokens in the host
+                tier of a snapshot that moves are freed.
         """
         runtime = self._runtime
         runtime.forget([request_id])
@@ -165,22 +172,18 @@ class Transfer:
         try:
             ids, shared = self._ids(blocks), self._ids(prefix)
             on_device = self._on_device(saved)
-            if in_place:
-                assert saved.blocks is not None, "it was read from a file"
-                assert tuple(blocks) == saved.blocks[: len(blocks)], (
-                    "it was saved from other blocks"
-                )
-            for (regions, stored), part in zip(
-                self._heaps, on_device.parts, strict=True
-            ):
-                last = on_device.compaction
-                residents.append(
-                    reuse_in_place(regions, part, last, shared)
-                    if in_place
-                    else copy_in(regions, stored, part, last, tokens, ids, shared)
-                )
+            if rewound is not None:
+                on_device = replace(on_device, compaction=rewound)
+                # The scheduler goes back without a drafter only: its layers have lost
+                # what the last compaction dropped.
+                ((_, stored),) = self._heaps
+                source = SavedTokens(runtime, stored, saved)
+                residents.append(rebuild(runtime, source, rewound, tokens, ids))
+            else:
+                first = blocks if in_place else None
+                self._copy_in(on_device, tokens, ids, shared, first, residents)
             state = self._restored_state(
-                request_id, saved, on_device, tokens, residents[0]
+                request_id, saved, on_device, tokens, residents[0], moves
             )
             runtime.resume(
                 request_id, prompt_tokens, state, residents, tokens, ids, shared
@@ -188,8 +191,39 @@ class Transfer:
         except COPY_ERRORS:
             self._release(request_id, residents)
             runtime.mark_lost(request_id)
-            self.discard(saved)
+            if moves:
+                self.discard(saved)
             raise
+
+    def _copy_in(
+        self,
+        on_device: CacheSnapshot,
+        tokens: int,
+        ids: torch.Tensor,
+        shared: torch.Tensor,
+        in_place: Sequence[int] | None,
+        residents: list[Resident | None],
+    ) -> None:
+        """Copy a snapshot into each heap.
+
+        Args:
+            in_place: the physical IDs in ``ids``, if the blocks still hold the
+                snapshot; None: they do not.
+            residents: gets the retained region in each heap, also if a later copy
+                fails.
+        """
+        if in_place is not None:
+            assert on_device.blocks is not None, "it was read from a file"
+            assert tuple(in_place) == on_device.blocks[: len(in_place)], (
+                "it was saved from other blocks"
+            )
+        last = on_device.compaction
+        for (regions, stored), part in zip(self._heaps, on_device.parts, strict=True):
+            residents.append(
+                copy_in(regions, stored, part, last, tokens, ids, shared)
+                if in_place is None
+                else reuse_in_place(regions, part, last, shared)
+            )
 
     def _release(self, request_id: str, residents: Sequence[Resident | None]) -> None:
         """Release the retained regions that the runtime has not taken over yet."""
@@ -219,18 +253,18 @@ class Transfer:
         on_device: CacheSnapshot,
         tokens: int,
         resident: Resident | None,
+        moves: bool,
     ) -> RequestState:
         """The runtime's state of a request whose pages are restored.
 
         Args:
-            on_device: see ``_on_device``.
+            on_device: see ``_on_device``; with the compaction of the request.
             resident: its retained region in the layers of the model.
         """
         runtime = self._runtime
         if saved.extension_states:
             assert resident is not None, "tokens are offloaded by compactions only"
-            runtime.attach_extensions(request_id, saved.extension_states)
-            saved.extension_states = ()  # the request owns it from now on
+            self._attach(request_id, saved, on_device.compaction, moves)
             runtime.place_extensions(request_id, resident)
         observation = runtime.policy.observation
         assert observation is not None or not on_device.observed
@@ -243,3 +277,23 @@ class Transfer:
         if on_device.queries is not None:
             window = Window.restored(on_device.queries, on_device.first_query, tokens)
         return RequestState(None, window, observed, on_device.compaction)
+
+    def _attach(
+        self,
+        request_id: str,
+        saved: CacheSnapshot,
+        compaction: Compaction | None,
+        moves: bool,
+    ) -> None:
+        """Give a request its part of what a snapshot has in step extensions."""
+        assert compaction is not None, "tokens are offloaded by compactions only"
+        states = self._runtime.continue_extensions(
+            saved.extension_states, compaction, moves
+        )
+        if moves:
+            saved.extension_states = ()
+        try:
+            self._runtime.attach_extensions(request_id, states)
+        except COPY_ERRORS:
+            self._runtime.discard_extensions(states)
+            raise

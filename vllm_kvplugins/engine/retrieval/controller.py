@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 
@@ -46,11 +47,13 @@ from vllm_kvplugins.engine.retrieval.prompt_rows import (
     resident_tokens,
 )
 from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
+from vllm_kvplugins.index.device_codes import FIT_KEYS
 from vllm_kvplugins.ops.device import AsyncHostCopy, SideStream, moved
 from vllm_kvplugins.ops.hot_set import HotSet, fill_hot
 from vllm_kvplugins.ops.layout import PagedKV
 from vllm_kvplugins.ops.mixed_attention import attend_mixed
 from vllm_kvplugins.ops.threads import helper
+from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.policies.retrieval import Retriever
 from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
 
@@ -448,12 +451,22 @@ class RetrievalController(StepExtension):
             )
 
     def _select(self, batch: Batch, layer: int, queries: torch.Tensor) -> None:
+        for state in batch.states:
+            self._complete_index(state, layer)
         count = max(state.hot[layer] for state in batch.states)
         table = self._hot_slots[layer].tables_of(batch.slot_numbers)
         keys = self.tier.keys(table)
         layers = [state.layers[layer] for state in batch.states]
         scale = self._scale_of_stored_keys(layer)
         batch.selected = self._indexer.select(layers, queries, keys, scale, count)
+
+    def _complete_index(self, state: Offloaded, layer: int) -> None:
+        """Append host tokens that an index lacks since its session was continued."""
+        indexed = state.layers[layer]
+        if indexed.tokens < state.tokens:
+            missing = range(indexed.tokens, state.tokens)
+            read = partial(self.tier.read_keys, state.pages[layer], missing)
+            self._indexer.insert(indexed, missing, read)
 
     def _scale_of_stored_keys(self, layer: int) -> float:
         """The softmax scale for keys of the host tier, which have no scale of fp8."""
@@ -528,6 +541,99 @@ class RetrievalController(StepExtension):
         self._attends_all_rows = False
         self._detached.append(state)
         return state
+
+    def held_positions(self, state: Offloaded, layer: int) -> range:
+        """Positions whose keys and values a state has on the host."""
+        first = self._policy.sinks
+        return range(first, first + state.tokens) if layer in state.pages else range(0)
+
+    def read_held(
+        self, state: Offloaded, layer: int, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`StepExtension`."""
+        tokens = positions - self._policy.sinks
+        return self.tier.elements(state.pages[layer], tokens, self._heap.pages.dtype)
+
+    def kept_positions(self, tokens: int, slots: int) -> torch.Tensor:
+        """See :class:`StepExtension`."""
+        return self._policy.kept_positions(tokens, slots)
+
+    @torch.inference_mode()
+    def continued(
+        self, state: Offloaded, compaction: Compaction, moves: bool
+    ) -> Offloaded:
+        """The detached state of a request that continues a session.
+
+        Host pages are shared. Without a move, the last page is copied, because the
+        request writes to it. The request takes the indices of the session if it goes on
+        with half of its tokens or more; the other side builds new ones when it needs
+        them.
+
+        Args:
+            state: of the session; freed if it moves.
+            compaction: the last one of the request. If it is earlier than that of the
+                session, the request has fewer tokens on the host.
+
+        Raises:
+            RuntimeError: the host tier has no room for copies; nothing has changed.
+        """
+        self._wait_for_pending()
+        before_tail = compaction.retained.stop * self._heap.layout.block_size
+        tokens = len(self._policy.offloaded(compaction.at_tokens, before_tail))
+        tokens = min(tokens, state.tokens)
+        if moves and tokens == state.tokens:
+            return state
+        pages = self._continued_pages(state, tokens, moves)
+        new = Offloaded(slot_index=-1, tokens=tokens, pages=pages)
+        takes = moves or 2 * tokens >= state.tokens
+        for layer, own in state.layers.items():
+            fresh = self._indexer.new_layer(*self._shape_of_keys)
+            if takes and self._indexer.keep_first(own, tokens):
+                new.layers[layer], state.layers[layer] = own, fresh
+            else:
+                new.layers[layer] = fresh
+        if self._device is not None:
+            self._device.continue_from(state, new, self._first_own(tokens, moves))
+        self._detached.append(new)
+        if moves:
+            self.discard(state)
+        return new
+
+    @property
+    def _shape_of_keys(self) -> tuple[int, int]:
+        return self._heap.num_kv_heads, self._heap.layout.head_dim
+
+    def _first_own(self, tokens: int, moves: bool) -> int:
+        """First token of a continued session in pages that the session does not use.
+
+        Args:
+            tokens: on the host, of the request.
+        """
+        if self._device is not None and tokens < FIT_KEYS:
+            return 0  # the request measures its own space of codes
+        return tokens if moves else tokens - tokens % self.tier.page_tokens
+
+    def _continued_pages(
+        self, state: Offloaded, tokens: int, moves: bool
+    ) -> dict[int, torch.Tensor]:
+        """The pages of a request that continues a session, per layer.
+
+        Raises:
+            RuntimeError: the host tier has too few free pages; none was allocated.
+        """
+        size, heads = self.tier.page_tokens, self._heap.num_kv_heads
+        num_pages = -(-tokens // size)
+        num_shared = -(-self._first_own(tokens, moves) // size)
+        missing = num_pages - num_shared
+        fresh = self.tier.take(missing * heads * len(state.pages))
+        parts = fresh.view(len(state.pages), heads, missing)
+        continued = {}
+        for (layer, own), new in zip(state.pages.items(), parts, strict=True):
+            self.tier.share(own[:, :num_shared].flatten())
+            source = own[:, num_shared:num_pages]
+            self.tier.copy_pages(source.flatten(), new.flatten())
+            continued[layer] = torch.cat([own[:, :num_shared], new], 1)
+        return continued
 
     def attach(self, request_id: str, state: Offloaded) -> None:
         """Give the host tokens of a session to the request that continues it."""

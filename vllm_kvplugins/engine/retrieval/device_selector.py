@@ -97,6 +97,25 @@ class DeviceSelector:
             self._set_width(layer, state.slot_index, space)
         self._store.put(moved(pages, self._device), first, keys, space)
 
+    def continue_from(self, state: Offloaded, new: Offloaded, first_own: int) -> None:
+        """Give codes to the request that continues a session.
+
+        Args:
+            state: of the session.
+            new: of the request, without a slot index.
+            first_own: its first token in pages that the session does not use.
+        """
+        for layer, space in state.spaces.items():
+            pages = new.pages[layer]
+            if space.is_fit and new.tokens < FIT_KEYS:
+                heads = self._heap.num_kv_heads, self._heap.layout.head_dim
+                space = CodeSpace.plain(*heads, self._device)
+            new.spaces[layer] = space
+            if first_own < new.tokens:
+                keys = self._tier.read_keys(pages, range(first_own, new.tokens))
+                on_device = moved(keys, self._device), moved(pages, self._device)
+                self._store.put(on_device[1], first_own, on_device[0], space)
+
     def attach(self, state: Offloaded) -> None:
         """A request with codes got its slot index."""
         for layer, space in state.spaces.items():

@@ -25,6 +25,9 @@ class HostTier:
     is reserved at start-up, but memory is committed only as pages are first written.
     Freed pages are reused first.
 
+    Full pages may have several owners, which share the first tokens of a conversation.
+    Nobody writes to a page that is shared.
+
     Rows may be quantized: ``write`` quantizes, and ``fill_hot``, ``read_keys`` and the
     indices dequantize. Nothing else reads the rows.
 
@@ -85,6 +88,8 @@ class HostTier:
         self._num_quarantined = 0
         self._returned: list[torch.Tensor] = []
         self._num_returned = 0
+        # Per page: owners besides the first one. Memory is committed where it is used.
+        self._more_owners = torch.zeros(count, dtype=torch.int32)
 
     @property
     def page_tokens(self) -> int:
@@ -169,8 +174,24 @@ class HostTier:
             self._num_quarantined -= len(pages)
             self._put_back(pages)
 
+    # Called between steps, too, but a step may have made the tensor.
+    @torch.inference_mode()
+    def share(self, pages: torch.Tensor) -> None:
+        """Give pages one more owner; each owner releases them."""
+        self._more_owners[pages] += 1
+
+    @torch.inference_mode()
     def release(self, pages: torch.Tensor) -> None:
-        """Free pages. Only reads that a GPU has queued already may still use them."""
+        """Free pages whose last owner gives them up.
+
+        Only reads that a GPU has queued already may still use them.
+
+        Args:
+            pages: int64 [n], distinct.
+        """
+        is_shared = self._more_owners[pages] > 0
+        self._more_owners[pages[is_shared]] -= 1
+        pages = pages[~is_shared]
         if not len(pages):
             return
         events = self._arena.reads.so_far() if self._arena is not None else []
@@ -219,6 +240,29 @@ class HostTier:
         """A copy of stored keys: [num_kv_heads, n, head_dim]; see ``read``."""
         return self._read(table, tokens, 0)
 
+    def elements(
+        self, table: torch.Tensor, tokens: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of some tokens as a cache holds them: fp8 elements stay elements.
+
+        Args:
+            table: see ``write``.
+            tokens: int64 [n], in any order.
+            dtype: of the cache.
+
+        Returns:
+            Two [num_kv_heads, n, head_dim], keys and values.
+        """
+        page, slot = table[:, tokens // self.page_tokens], tokens % self.page_tokens
+        planes = [self.pages[page, plane, slot] for plane in (0, 1)]
+        if self.quantized is not None:
+            planes = [self.quantized.dequantize(rows).to(dtype) for rows in planes]
+        return planes[0], planes[1]
+
+    def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy whole pages, both int64 [n]."""
+        self.pages[target] = self.pages[source]
+
     def _read(self, table: torch.Tensor, tokens: range, plane: int) -> torch.Tensor:
         size = self.page_tokens
         first = tokens.start // size
@@ -232,14 +276,20 @@ class HostTier:
         return self.quantized.dequantize(rows.contiguous())
 
     def check_integrity(self, owned: list[torch.Tensor]) -> None:
-        """Check that each page is either free or owned, exactly once.
+        """Check that each page is either free, or has as many owners as it should.
 
         Args:
             owned: the pages of each owner.
         """
+        none = torch.empty(0, dtype=torch.int64)
         free = [*self._returned, *(pages for _, pages in self._quarantined)]
-        ids = torch.cat([*owned, *free, torch.empty(0, dtype=torch.int64)])
-        assert ids.unique().numel() == ids.numel(), "a host page has two owners"
+        used, owners = torch.cat([*owned, none]).unique(return_counts=True)
+        expected = self._more_owners[used] + 1
+        assert torch.equal(owners, expected), "a host page has other owners"
+        surplus = self._more_owners[: self._fresh].sum()
+        assert int(surplus) == int((owners - 1).sum()), "a page of nobody has owners"
+        ids = torch.cat([used, *free])
+        assert ids.unique().numel() == ids.numel(), "a host page is used and free"
         assert ids.numel() == self._fresh, "a host page is lost"
 
 

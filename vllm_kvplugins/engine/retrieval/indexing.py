@@ -28,7 +28,8 @@ class OffloadedLayer:
     """The index of one layer of a request.
 
     Attributes:
-        tokens: number of tokens appended or being appended.
+        tokens: number of tokens appended or being appended; fewer than are on the host
+            if a session was continued earlier than its end.
         pending: its appends that may still be running, oldest first.
         meanwhile: the scan to use until then, if the index is lazy.
     """
@@ -60,6 +61,25 @@ class Indexer:
             return OffloadedLayer(index)
         return OffloadedLayer(index, self._policy.scan(num_kv_heads, head_dim))
 
+    def keep_first(self, layer: OffloadedLayer, tokens: int) -> bool:
+        """Let an index forget all but the first tokens, or some more of them.
+
+        Whoever inserts or selects next appends what is missing again. Waits for pending
+        appends, which read memory of the session.
+
+        Returns:
+            False if it cannot, and has not changed.
+        """
+        if layer.meanwhile is not None:
+            done = all(append.done() for append in layer.pending)
+            return done and layer.tokens <= tokens
+        self._collect(layer)
+        if layer.tokens <= tokens:
+            return True
+        kept = layer.index.keep_first(tokens)
+        layer.tokens = kept or layer.tokens
+        return kept > 0
+
     def insert(
         self,
         layer: OffloadedLayer,
@@ -70,11 +90,12 @@ class Indexer:
 
         Args:
             layer: the layer of a request.
-            tokens: their indices.
+            tokens: their indices, from ``layer.tokens`` on.
             read: returns their keys, [num_kv_heads, n, head_dim], on another thread.
                 The memory that it reads must not change while the index is in use; an
                 index that is no longer used may read other keys.
         """
+        assert tokens.start == layer.tokens, "tokens of an index are missing"
         layer.tokens = tokens.stop
         appended = self._thread.submit(_append, layer.index, read, tokens.start)
         layer.pending.append(appended)

@@ -101,11 +101,13 @@ class OffloadQueue:
             layer = each.state.layers.get(each.layer)
             if layer is None:
                 continue
-            tokens = range(each.first, each.first + keys.shape[1])
+            tokens = range(layer.tokens, each.first + keys.shape[1])
             read: Callable[[], torch.Tensor] = partial(_same, keys)
-            if self._tier.converts or each.keys.event is not None:
+            on_host = self._tier.converts or each.keys.event is not None
+            if on_host or layer.tokens < each.first:
                 # The index has the keys of the host tier, also if they are quantized.
-                # They are read later, to free pinned memory.
+                # They are read later, to free pinned memory. An index without earlier
+                # tokens gets them all at once, as if nobody had taken it back.
                 read = partial(self._tier.read_keys, pages, tokens)
             self._indexer.insert(layer, tokens, read)
         self._pending = [each for each in self._pending if each.layer == except_layer]

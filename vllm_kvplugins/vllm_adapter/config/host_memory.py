@@ -117,14 +117,21 @@ class HostReservations:
         # IDs of the requests that wait for host memory now.
         self.waiting: set[str] = set()
 
-    def fits(self, request: Any) -> bool:
-        """Whether a request can be scheduled now. Changes only ``waiting``."""
+    def fits(self, request: Any, taken: str | None = None) -> bool:
+        """Whether a request can be scheduled now. Changes only ``waiting``.
+
+        Args:
+            taken: ID of the session that moves into the request, if any.
+        """
         limit = self._limit
         if limit is None or request.request_id in self._reserved:
             return True
         # Alone a request always runs; the front end refuses what never fits.
-        alone = not self._reserved and not self._session_bytes
-        fits = alone or self.reserved_bytes + self._need(request) <= limit
+        alone = not self._reserved and not set(self._session_bytes) - {taken}
+        others = self.reserved_bytes
+        if taken is not None:
+            others -= self._session_bytes.get(taken, 0)
+        fits = alone or others + self._need(request) <= limit
         if fits:
             self.waiting.discard(request.request_id)
         else:

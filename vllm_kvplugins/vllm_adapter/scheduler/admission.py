@@ -7,9 +7,9 @@ a new decision, because only the last call commits it::
     vLLM, Scheduler.schedule()            this package
     ------------------------------------  -------------------------------------------
     _get_local_prefix_cache_hit           AdmissionController.admit -> Admission
-                                            1. host memory for offloaded tokens?
-                                            2. how much of the cache hit is usable?
-                                            3. does a session restore more?
+                                            1. how much of the cache hit is usable?
+                                            2. does a session restore more?
+                                            3. host memory for offloaded tokens?
     connector.get_num_new_matched_tokens  reads Admission.external_tokens;
                                           None: vLLM tries again in a later step
                                           With another KV connector, the longer of a
@@ -57,11 +57,13 @@ class Admission:
             connector loads them; 0: it loads none.
         offered_tokens: end of the tokens that it loads. The request computes those
             after ``loaded_tokens`` again, for their queries, but needs blocks for all.
+        moves: the session leaves the directory, and the request takes it.
         waits_for: why the request cannot start in this step; None: it can.
     """
 
     cached_tokens: int = 0
     match: Match | None = None
+    moves: bool = False
     loaded_tokens: int = 0
     offered_tokens: int = 0
     waits_for: Literal["host memory", "session"] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_kvplugins.sessions.directory import Match
 from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
 from vllm_kvplugins.vllm_adapter.config.kv_connectors import observes_prompt
 from vllm_kvplugins.vllm_adapter.config.request_params import wants_report
@@ -52,22 +53,25 @@ class AdmissionController:
 
     def _decide(self, request: Any, hit_tokens: int) -> Admission:
         cached = self.usable_hit(request, hit_tokens)
-        if not self._make_host_room(request):
-            return Admission(cached, waits_for="host memory")
         sessions = self._sessions
-        if sessions is not None and sessions.awaits_look_up(request):
+        if sessions is None:
+            fits = self._host.fits(request)
+            return Admission(cached, waits_for=None if fits else "host memory")
+        if sessions.awaits_look_up(request):
             return Admission(cached, waits_for="session")
-        match = sessions.match(request, more_than=cached) if sessions else None
+        match = sessions.match(request, more_than=cached)
+        fits, taken = self._make_host_room(request, sessions, match)
+        if not fits:
+            return Admission(cached, waits_for="host memory")
         if match is None:
             return Admission(cached)
-        assert sessions is not None
         shared = self._manager.plans.continuing(request, None).shared_tokens
         has_prefix = hit_tokens >= shared
         if match.session.shared_blocks and not has_prefix:
             return Admission(cached)  # the session does not store the prefix
         shared = shared if has_prefix else 0
         if match.ready:
-            return Admission(shared, match=match)
+            return Admission(shared, match=match, moves=taken is not None)
         if sessions.directory.fetch(match, request.request_id):
             return Admission(shared, match=match, waits_for="session")
         return Admission(cached)
@@ -124,15 +128,31 @@ class AdmissionController:
         manager.starts.record(request, admission)
         return counted
 
-    def _make_host_room(self, request: Any) -> bool:
-        """Whether host memory has room for a request.
+    def _make_host_room(
+        self, request: Any, sessions: SchedulerSessions, match: Match | None
+    ) -> tuple[bool, str | None]:
+        """Make room for a request in host memory.
 
-        Drops sessions to make room, least recently used first: they can be recomputed.
+        Drops sessions, least recently used first: they can be recomputed. The session
+        that the request continues is not dropped. It moves into the request instead,
+        which then needs no more memory for its tokens.
+
+        Returns:
+            Whether there is room; the ID of the session if it moves.
         """
-        while not self._host.fits(request):
-            if self._sessions is None or not self._sessions.directory.drop_oldest():
-                return False
-        return True
+        own = taken = None
+        if match is not None and self._manager.kv_cache_spec.policy.retrieval:
+            own = match.session.session_id
+            taken = None if sessions.is_branch(match) else own
+        while not self._host.fits(request, taken):
+            oldest = sessions.directory.oldest(besides=taken)
+            if oldest is None:
+                return False, None
+            if oldest == own:
+                taken = own
+            else:
+                sessions.directory.evict(oldest)
+        return True, taken
 
     # -- when the request starts and ends -----------------------------------------
 

@@ -28,6 +28,8 @@
 | ``vllm:kv_policy_session_failures_total`` | counter | sessions lost to an error |
 | ``vllm:kv_policy_session_store_hits_total`` | counter | hits found in session_url |
 | ``vllm:kv_policy_session_store_failures_total`` | counter | session_url failed |
+| ``vllm:kv_policy_session_rewinds_total`` | counter | hits before a compaction |
+| ``vllm:kv_policy_session_cut_off_total`` | counter | branches lost, memory was full |
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ _SUMS = (
     "session_failures",
     "session_store_hits",
     "session_store_failures",
+    "session_rewinds",
+    "session_cut_off",
 )
 _LATEST = (
     "resident_tokens",
@@ -194,6 +198,15 @@ class PolicyPromMetrics(KVConnectorPromMetrics):
         self._counter(
             "session_store_failures",
             "Listings, look-ups and reads of session_url that failed or were late.",
+        )
+        self._counter(
+            "session_rewinds",
+            "Requests that continued a session before its last compaction.",
+        )
+        self._counter(
+            "session_cut_off",
+            "Sessions that lost their last tokens to a request that branched off, "
+            "because host memory was full.",
         )
         self._histogram(_SECONDS, "Seconds that the compaction of one request takes.")
 

@@ -141,8 +141,11 @@ class SessionStarts:
         if match is None:
             return []
         session, own = match.session, []
-        if session.shared_blocks * self._geometry.block_size == admission.cached_tokens:
-            # Otherwise the session stores a prefix that the request does not need.
+        has_prefix = (
+            session.shared_blocks * self._geometry.block_size == admission.cached_tokens
+        )
+        # Without it, the session stores a prefix that the request does not need.
+        if has_prefix and not match.is_rewound:
             count = -(-match.tokens // self._geometry.block_size) - session.first_block
             own = self._device_sessions.take(session.session_id, count)
         if own:

@@ -125,8 +125,8 @@ class SchedulerSessions:
             disk_bytes=disk_bytes,
             other_disk_bytes=scan.other_bytes,
             max_age_s=settings.session_max_age_s,
-            # Tokens of a retrieval policy are already on the host and not copied.
-            moves=self._policy.retrieval is not None,
+            # All tokens of a retrieval policy are on the host or the device.
+            rewinds=self._policy.retrieval is not None,
             on_forgotten=_both(host.release_session, self._store),
             on_memory_freed=manager.device_sessions.drop,
             shared=_shared(self._store, settings),
@@ -269,9 +269,9 @@ class SchedulerSessions:
                 continue
             if whole and match.session.compaction is not None:
                 continue
-            tokens = self._restorable(request, match)
-            if tokens > more_than:
-                best, more_than = replace(match, tokens=tokens), tokens
+            found = self._restorable(request, match) or self._rewound(request, match)
+            if found is not None and found.tokens > more_than:
+                best, more_than = found, found.tokens
         return best
 
     @property
@@ -286,25 +286,54 @@ class SchedulerSessions:
             ids = self._prompts[request] = _token_ids(request.prompt_token_ids)
         return ids
 
-    def _restorable(self, request: Any, match: Match) -> int:
-        """Number of shared tokens from which a request can start.
+    def _rewound(self, request: Any, match: Match) -> Match | None:
+        """The match with the session as it was before its last compaction.
+
+        Returns:
+            None: the policy cannot rebuild it, or the request cannot start from it.
+        """
+        retrieval = self._policy.retrieval
+        if retrieval is None or not match.session.compacted_at:
+            return None
+        if self._draft_geometry is not None:
+            return None  # the layers of a drafter have no tokens on the host
+        prompt_tokens = request.num_prompt_tokens
+        tokens = min(match.shared, prompt_tokens - 1)
+        earlier = retrieval.rewound(tokens, prompt_tokens, self._geometry)
+        if earlier is None or earlier.at_tokens >= match.session.compacted_at:
+            return None
+        session = match.session.rewound(earlier)
+        return self._restorable(
+            request, replace(match, session=session, is_rewound=True)
+        )
+
+    def _restorable(self, request: Any, match: Match) -> Match | None:
+        """The match with the number of shared tokens from which a request can start.
 
         Excludes the last token, which the request must compute to sample, and tokens
         whose query the next compaction needs but the session lacks.
+
+        Returns:
+            None: it cannot start from any.
         """
         session = match.session
+        tokens = min(match.shared, request.num_prompt_tokens - 1)
+        if tokens < session.compacted_at:
+            return None
         tokens = self._manager.plans.continuing(
             request, session.compaction
         ).can_start_at(
-            min(match.shared, request.num_prompt_tokens - 1),
+            tokens,
             session.compacted_at,
             self._policy.queries_needed,
             session.first_query,
         )
         # Observations of later tokens cannot be undone.
         if self._policy.observation is not None and tokens < len(session.tokens):
-            return 0
-        return tokens if self._manager.starts.can_start(request, session, tokens) else 0
+            return None
+        if not tokens or not self._manager.starts.can_start(request, session, tokens):
+            return None
+        return replace(match, tokens=tokens)
 
     def start(self, request: Any, admission: Admission) -> None:
         """Load the session of a request that has its blocks, if it continues one."""
@@ -327,7 +356,17 @@ class SchedulerSessions:
             _block_ids(table[first : self._num_blocks(match.tokens)]),
             self._manager.starts.is_in_place(request_id),
             _block_ids(table[:num_cached]),
+            admission.moves,
+            admission.moves and self.is_branch(match),
         )
+
+    def is_branch(self, match: Match) -> bool:
+        """Whether a session has more to offer than what a request continues.
+
+        Templates often drop the last tokens of an answer, so a part of a block does not
+        count.
+        """
+        return match.lost_tokens >= int(self._manager.block_size)
 
     # -- a request ends ---------------------------------------------------------
 

@@ -94,7 +94,6 @@ class WorkerContext:
             Transfer(runtime, settings.session_dtype),
             session_config.session_files(vllm_config),
             vllm_config.parallel_config.rank,
-            policy.retrieval is not None,
             # One connection to an object store is slower than a disk.
             num_readers=1 if settings.session_url is None else 4,
             num_writers=1 if settings.session_url is None else 2,
