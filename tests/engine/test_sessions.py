@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 import pytest
+from draft_models import drafter
 from harness import run_scenario
 
 pytestmark = pytest.mark.engine
@@ -262,6 +263,19 @@ def test_quantized_host_memory_goes_back_to_any_token(tiny_model):
     policy = {"name": "icecache", "host_dtype": "int8"}
     (report,) = rewound(tiny_model, [policy], 2)
     check_rewinds(report, 2)
+
+
+@pytest.mark.slow
+def test_with_a_drafter_that_has_a_cache_sessions_do_not_go_back(tiny_model):
+    """Its layers have lost what the last compaction dropped."""
+    (report,) = rewound(
+        tiny_model, [{"name": "icecache"}], 1, speculative_config=drafter(tiny_model)
+    )
+    for name in ("regenerate", "early", "late", "third"):
+        got, same = report[name]
+        assert got == same, name
+    assert {each["rewinds"] for each in report["changes"].values()} == {0}
+    assert report["tracked"] == report["reserved"] == report["host_pages"] == 0
 
 
 def check_rewinds(report, number):
