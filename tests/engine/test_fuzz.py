@@ -44,6 +44,7 @@ SNAPKV: dict[str, Any] = {"name": "snapkv", "budget": 96, "window": 16}
             SNAPKV
             | {"decode_budget": 64, "fold_blocks": 1, "allocator": "cross-layer"},
             id="decode-compaction",
+            marks=pytest.mark.slow,
         ),
         pytest.param({"name": "full"}, id="full", marks=pytest.mark.slow),
     ],

@@ -314,5 +314,5 @@ def test_host_pages_have_one_owner(random):
         tier.take(1)
     with pytest.raises(AssertionError, match="lost"):
         tier.check_integrity([whole[1:]])
-    with pytest.raises(AssertionError, match="two owners"):
+    with pytest.raises(AssertionError, match="other owners"):
         tier.check_integrity([whole, whole[:1]])
