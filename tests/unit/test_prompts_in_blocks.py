@@ -64,7 +64,9 @@ def test_a_policy_says_that_blocks_make_it_worse():
     assert not parse_policy({"name": "icecache", "prefill_block": 512}).remarks
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))]
+)
 @pytest.mark.parametrize("name", RETRIEVERS)
 def test_random_traffic(name, seed):
     """Chunks of any length, several requests at once, preemptions and aborts."""

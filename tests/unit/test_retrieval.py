@@ -285,7 +285,9 @@ def test_requests_wait_for_host_memory():
 
 
 @pytest.mark.parametrize("name", RETRIEVERS)
-@pytest.mark.parametrize("host_dtype", ["auto", "int8", "int4"])
+@pytest.mark.parametrize(
+    "host_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow), "int4"]
+)
 def test_no_request_needs_more_than_it_reserves(name, host_dtype):
     """The tier never overflows: admitted requests always find room."""
     fake = engine(name, host_memory="64KiB", host_dtype=host_dtype)
