@@ -7,11 +7,11 @@ import torch
 
 from vllm_kvplugins.scoring import attention_votes
 
-KV_HEADS, GROUP, SLOTS, QUERIES, DIM = 2, 3, 50, 17, 8
+KV_HEADS, GROUP, SLOTS, QUERIES, DIM = 2, 3, 90, 50, 8
 SCALE = 0.4
 
 
-@pytest.fixture(params=[1, 400, 1 << 20], ids=["one query", "some", "all"])
+@pytest.fixture(params=[1, 12_000, 1 << 20], ids=["fewest", "some", "all"])
 def parts(request, monkeypatch) -> None:
     """How many queries are in a part."""
     monkeypatch.setattr(attention_votes, "_MAX_WEIGHTS", {"cpu": request.param})

@@ -76,7 +76,7 @@ def weights_of(view: LayerView, queried: torch.Tensor) -> torch.Tensor:
 def test_dense_attention(evicted, chunk, monkeypatch):
     print("seed", SEED)
     monkeypatch.setattr(probe_attention, "_MAX_MASK", {"cpu": chunk})
-    view = probe_view(40, 7, evicted)
+    view = probe_view(40, 37, evicted)
     weights = weights_of(view, view.positions >= 0)
     expected = torch.einsum("hgqk,hkd->hgqd", weights, view.values.nan_to_num())
     result = probe_attention.dense_attention(view)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.policies.base import LayerView
-from vllm_kvplugins.scoring.attention_votes import seen_slots, valid_keys
+from vllm_kvplugins.scoring.attention_votes import query_parts, valid_keys
 from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
 
 # Masks hold at most this many entries at a time; 2**26 bools are 64 MiB. On a CPU,
@@ -162,23 +162,17 @@ def _attention(
     """
     num_kv_heads, num_slots, _ = keys.shape
     grouped = queries.unflatten(0, (num_kv_heads, -1))
-    group, num_queries = grouped.shape[1:3]
+    group = grouped.shape[1]
     output = torch.empty_like(grouped)
     most = _MAX_MASK.get(keys.device.type, _MAX_MASK_ON_GPU)
-    step = max(most // (positions.shape[0] * group * num_slots), 1)
+    size = most // (positions.shape[0] * group * num_slots)
     if not rules.plain:  # float32 logits of all heads instead of a mask
-        step = max(most // (4 * num_kv_heads * group * num_slots), 1)
-    seen = [num_slots]
-    if num_queries > step:
-        newest = torch.stack([part.amax() for part in query_positions.split(step)])
-        seen = seen_slots(newest, positions)
+        size = most // (4 * num_kv_heads * group * num_slots)
     attend = _plain if rules.plain else _with_rules
-    for first, slots in zip(range(0, num_queries, step), seen, strict=True):
-        at = query_positions[first : first + step, None]
-        mask = reach.mask(at, positions[:, None, :slots])
-        part = grouped[:, :, first : first + step]
-        output[:, :, first : first + step] = attend(
-            part, keys[:, :slots], values[:, :slots], mask, scale, rules
+    for part, slots in query_parts(query_positions, positions, size):
+        mask = reach.mask(query_positions[part, None], positions[:, None, :slots])
+        output[:, :, part] = attend(
+            grouped[:, :, part], keys[:, :slots], values[:, :slots], mask, scale, rules
         )
     return output.flatten(0, 1)
 

@@ -14,6 +14,8 @@ from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
 # partly keeps in its cache. GPUs want fewer, larger operations: 128 MiB.
 _MAX_WEIGHTS = {"cpu": 1 << 22}
 _MAX_WEIGHTS_ON_GPU = 1 << 25
+# Fewest queries of a part: each part reads all keys.
+_LEAST_QUERIES = 16
 # Largest number of entries of a tile of slots.
 _MAX_TILE = 1 << 22
 
@@ -150,42 +152,53 @@ def _attention(
         is no token. No query of the part sees a slot after these.
 
     Cost: O(num_q_heads * num_queries * num_slots * head_dim), as for attention itself;
-        up to 16 MiB for weights, 128 MiB on a GPU. Waits for the device once if there
-        are several parts.
+        weights of 16 queries, or up to 16 MiB (128 MiB on a GPU). Waits for the device
+        once if there are several parts.
     """
     num_q_heads, num_queries, head_dim = queries.shape
     num_kv_heads, num_slots, _ = keys.shape
     group = num_q_heads // num_kv_heads
     grouped = queries.reshape(num_kv_heads, group, num_queries, head_dim)
     most = _MAX_WEIGHTS.get(keys.device.type, _MAX_WEIGHTS_ON_GPU)
-    step = max(most // (num_q_heads * num_slots), 1)
-    seen = [num_slots]
-    if num_queries > step:
-        newest = torch.stack([part.amax() for part in query_positions.split(step)])
-        seen = seen_slots(newest, positions)
+    step = most // (num_q_heads * num_slots)
     keys_t = keys.transpose(1, 2)
-    for first, slots in zip(range(0, num_queries, step), seen, strict=True):
-        part = grouped[:, :, first : first + step]
-        logits = torch.bmm(part.flatten(1, 2), keys_t[..., :slots]).float().mul_(scale)
+    for part, slots in query_parts(query_positions, positions, step):
+        rows = grouped[:, :, part].flatten(1, 2)
+        logits = torch.bmm(rows, keys_t[..., :slots]).float().mul_(scale)
         logits = rules.cap(logits).view(num_kv_heads, group, -1, slots)
-        query_position = query_positions[first : first + step, None]
         at = positions[:, None, :slots]
-        masked = (at > query_position) | (at < 0)
+        masked = (at > query_positions[part, None]) | (at < 0)
         yield rules.softmax(logits.masked_fill_(masked[:, None], -torch.inf))
 
 
-def seen_slots(newest: torch.Tensor, positions: torch.Tensor) -> list[int]:
-    """For each position: number of slots up to the last one that it sees, at least 1.
+def query_parts(
+    query_positions: torch.Tensor, positions: torch.Tensor, size: int
+) -> list[tuple[slice, int]]:
+    """Divide queries into parts, and find the slots that each part sees.
 
     Args:
-        newest: int64 [parts], positions of queries.
+        query_positions: int64 [num_queries], at least one.
         positions: int64 [num_kv_heads, num_slots], -1 where there is no token.
+        size: queries per part; at least 16 are taken.
+
+    Returns:
+        For each part its queries, and the number of slots up to the last one that any
+        of them sees, at least 1.
+
+    Cost: O(num_kv_heads * num_slots). Waits for the device if there are several parts.
     """
-    at = positions[None]
-    visible = ((at >= 0) & (at <= newest[:, None, None])).any(1)
-    number = torch.arange(1, positions.shape[1] + 1, device=positions.device)
-    counts: list[int] = (visible * number).amax(1).clamp(min=1).tolist()
-    return counts
+    size = max(size, _LEAST_QUERIES)
+    num_queries, num_slots = len(query_positions), positions.shape[1]
+    parts = [slice(at, at + size) for at in range(0, num_queries, size)]
+    if len(parts) == 1:
+        return [(parts[0], num_slots)]
+    never = torch.iinfo(positions.dtype).max
+    first_seen = positions.masked_fill(positions < 0, never).amin(0)
+    # Position from which on a query sees this slot or a later one; ascending.
+    from_here_on = first_seen.flip(0).cummin(0).values.flip(0)
+    newest = torch.stack([query_positions[part].amax() for part in parts])
+    counts = torch.searchsorted(from_here_on, newest, right=True).clamp(min=1)
+    return list(zip(parts, counts.tolist(), strict=True))
 
 
 def pool_votes(
