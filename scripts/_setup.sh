@@ -13,7 +13,8 @@ KVP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 KVP_VENV="${KVP_VENV:-$KVP_ROOT/.venv}"
 KVP_STATE="$KVP_VENV/.kvp-setup"
 PY="$KVP_VENV/bin/python"
-KVP_BUILD_DIR="$KVP_STATE/extension" # setup.py keeps CMake's build here
+# setup.py keeps CMake's build here; CMake takes a folder for one checkout only.
+KVP_BUILD_DIR="$KVP_STATE/extension-$(cksum <<<"$KVP_ROOT" | cut -d ' ' -f 1)"
 KVP_PIP_OPTIONS=()
 KVP_BESIDE=() # kvp_pip: command that runs pip
 

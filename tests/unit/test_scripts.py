@@ -196,6 +196,21 @@ def test_the_code_beside_a_build_is_the_commands(tmp_path: Path) -> None:
     assert beside_build("/no/python", tmp_path, "exit 7").returncode == 7
 
 
+def test_checkouts_that_share_an_environment_build_in_folders_of_their_own(
+    tmp_path: Path,
+) -> None:
+    """CMake refuses a build folder of other sources."""
+    folders = []
+    for name in ("one", "two", "one"):
+        scripts = tmp_path / name / "scripts"
+        scripts.mkdir(parents=True, exist_ok=True)
+        (scripts / "_setup.sh").write_text(setup_text())
+        source = f'source "{scripts}/_setup.sh"; echo "$KVP_BUILD_DIR"'
+        folders.append(bash("-c", source, KVP_VENV=str(tmp_path / "venv")).stdout)
+    assert folders[0] == folders[2] != folders[1]
+    assert all(folder.startswith(f"{tmp_path}/venv/") for folder in folders)
+
+
 def test_needs_are_what_is_not_installed(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(
         '[project]\ndependencies = ["pytest>=1", "no-such-package>=2"]\n'
