@@ -16,8 +16,9 @@ from token_pool import Pool
 
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions.commands import Session, Tokens
-from vllm_kvplugins.sessions.directory import Match, SessionDirectory, SharedStore
+from vllm_kvplugins.sessions.directory import SessionDirectory
 from vllm_kvplugins.sessions.files import Identity, SessionFiles
+from vllm_kvplugins.sessions.records import Match, SharedStore
 from vllm_kvplugins.sessions.replicas import Query, ReplicaSessions
 from vllm_kvplugins.sessions.session_ids import new_id
 from vllm_kvplugins.sessions.storage import SessionStorage, StoredFile

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions.commands import Session
-from vllm_kvplugins.sessions.directory import Match
+from vllm_kvplugins.sessions.records import Match
 from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
 from vllm_kvplugins.vllm_adapter.scheduler.admission_controller import (
     AdmissionController,

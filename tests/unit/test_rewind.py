@@ -6,6 +6,7 @@ tokens and no others.
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -23,9 +24,11 @@ from retrieving_engine import (
     RetrievingEngine,
 )
 
+from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.engine.retrieval.controller import RetrievalController
 from vllm_kvplugins.engine.retrieval.host_tier import HostTier
 from vllm_kvplugins.index import CodedIndex, CodeScan, ExactScan, KeyIndex, Keys
+from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies import get_policy_class
 from vllm_kvplugins.policies.clusterkv import ClusteredKeys
 from vllm_kvplugins.policies.omnikv import SharedScan
@@ -227,6 +230,8 @@ def test_codes_of_a_device_are_measured_on_fewer_keys():
     for each in (fake, fresh):
         run(each, "b")
     assert fetched(fake, "b") == fetched(fresh, "b")
+    spaces = fake.retrieval._requests["b"].spaces
+    assert not any(space.is_fit for space in spaces.values())
     fake.remove("b")
     # its pages have the codes of the session still
     fake.resume(source, saved, 180, 5)
@@ -237,6 +242,18 @@ def test_codes_of_a_device_are_measured_on_fewer_keys():
     assert fetched(fake, "r") == fetched(whole, "r")
     fake.remove("r")
     idle(fake)
+
+
+@pytest.mark.parametrize("name", RETRIEVERS)
+def test_the_least_text_to_go_back_to_is_the_documented_one(name):
+    """docs/sessions.md, with defaults, blocks of 16 tokens and 30 layers."""
+    rewound = partial(
+        parse_policy(name).retrieval.rewound,
+        geometry=Geometry(16, 30, 3, 2 * 3 * 64 * 4 * 30, 64, 4),
+    )
+    assert rewound(368, 384)
+    assert not rewound(367, 384)
+    assert not rewound(368, 383)
 
 
 def long_source() -> Request:

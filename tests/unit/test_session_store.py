@@ -13,8 +13,9 @@ import pytest
 
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions.commands import Session, SessionAck
-from vllm_kvplugins.sessions.directory import Match, SessionDirectory
+from vllm_kvplugins.sessions.directory import SessionDirectory
 from vllm_kvplugins.sessions.index import SessionIndex
+from vllm_kvplugins.sessions.records import Match
 
 BLOCK = 4
 

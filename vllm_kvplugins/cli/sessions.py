@@ -1,4 +1,4 @@
-"""``kvplugins sessions``: list, show and delete sessions in files or objects."""
+"""``kvplugins sessions``: list, show and delete stored conversations."""
 
 from __future__ import annotations
 

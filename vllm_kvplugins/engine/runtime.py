@@ -543,14 +543,6 @@ class PolicyRuntime:
             for extension, state in zip(self.extensions, states, strict=True)
         )
 
-    def kept_positions(self, tokens: int, slots: int) -> torch.Tensor:
-        """Positions in a retained region that is rebuilt for a session.
-
-        Args: see ``StepExtension.kept_positions``.
-        """
-        (extension,) = self.extensions
-        return extension.kept_positions(tokens, slots)
-
     def place_extensions(self, request_id: str, resident: Resident) -> None:
         """Tell all extensions where the retained region of a restored request is."""
         assert self.tables is not None, "the heap is not bound"

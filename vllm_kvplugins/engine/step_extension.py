@@ -211,19 +211,6 @@ class StepExtension:
         """
         raise AssertionError(f"{type(self).__name__} holds no tokens")
 
-    def kept_positions(self, tokens: int, slots: int) -> torch.Tensor:
-        """Positions that a compaction leaves in the cache, of a policy that has all
-        others in detached state.
-
-        Args:
-            tokens: number of tokens at the compaction, whole blocks.
-            slots: number of tokens that stay.
-
-        Returns:
-            int64 [slots].
-        """
-        raise AssertionError(f"{type(self).__name__} rebuilds no retained region")
-
     def discard(self, state: Any) -> None:
         """Free detached state, not None, that no request will attach."""
         raise AssertionError(f"{type(self).__name__} has no state to discard")

@@ -142,6 +142,8 @@ def rebuild(
     """
     regions = runtime.regions[0]
     heap, tables = regions.heap, regions.tables
+    retrieval = runtime.policy.retrieval
+    assert retrieval is not None, "only retrieval keeps all tokens"
     size, in_region = heap.layout.block_size, len(compaction.retained)
     counts = _page_counts(runtime, heap, compaction)
     pool = heap.page_ids(blocks[:in_region]).reshape(-1)
@@ -155,7 +157,7 @@ def rebuild(
     for layer in range(heap.num_layers):
         rows = slice(layer * heap.num_kv_heads, (layer + 1) * heap.num_kv_heads)
         (count,) = counts[rows].unique().tolist()
-        kept = runtime.kept_positions(stop, count * size)
+        kept = retrieval.kept_positions(stop, count * size)
         positions[rows, : count * size] = kept.int()
         _write(heap, source, layer, kept, pages[rows])
         _write(heap, source, layer, torch.arange(stop, tokens), tail[rows])

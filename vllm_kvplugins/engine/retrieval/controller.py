@@ -554,10 +554,6 @@ class RetrievalController(StepExtension):
         tokens = positions - self._policy.sinks
         return self.tier.elements(state.pages[layer], tokens, self._heap.pages.dtype)
 
-    def kept_positions(self, tokens: int, slots: int) -> torch.Tensor:
-        """See :class:`StepExtension`."""
-        return self._policy.kept_positions(tokens, slots)
-
     @torch.inference_mode()
     def continued(
         self, state: Offloaded, compaction: Compaction, moves: bool

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vllm_kvplugins.sessions.commands import Session
-from vllm_kvplugins.sessions.directory import Match
+from vllm_kvplugins.sessions.records import Match
 
 
 @dataclass(frozen=True, slots=True)

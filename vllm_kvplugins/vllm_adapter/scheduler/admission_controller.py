@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_kvplugins.sessions.directory import Match
+from vllm_kvplugins.sessions.records import Match
 from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
 from vllm_kvplugins.vllm_adapter.config.kv_connectors import observes_prompt
 from vllm_kvplugins.vllm_adapter.config.request_params import wants_report

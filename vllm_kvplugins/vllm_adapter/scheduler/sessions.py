@@ -11,6 +11,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,9 +26,10 @@ from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.sessions.commands import Session, Tokens
-from vllm_kvplugins.sessions.directory import Match, SessionDirectory, SharedStore
+from vllm_kvplugins.sessions.directory import SessionDirectory
 from vllm_kvplugins.sessions.files import Scan, SessionFiles
 from vllm_kvplugins.sessions.object_store import start_up_problem
+from vllm_kvplugins.sessions.records import Match, SharedStore
 from vllm_kvplugins.sessions.replicas import Query, ReplicaSessions
 from vllm_kvplugins.sessions.session_ids import new_id
 from vllm_kvplugins.sessions.settings import SessionDtype, SessionSettings
@@ -262,6 +264,8 @@ class SchedulerSessions:
             whole: only sessions that were never compressed.
         """
         best: Match | None = None
+        # Sessions that share equally many tokens go back to the same compaction.
+        earlier = cache(partial(self._earlier_compaction, request))
         for match in self.directory.find(owner, self._prompt_of(request)):
             if match.shared <= more_than:
                 break  # the remaining sessions share at most as many tokens
@@ -269,7 +273,9 @@ class SchedulerSessions:
                 continue
             if whole and match.session.compaction is not None:
                 continue
-            found = self._restorable(request, match) or self._rewound(request, match)
+            found = self._restorable(request, match)
+            if found is None and match.session.compacted_at:
+                found = self._rewound(request, match, earlier(match.shared))
             if found is not None and found.tokens > more_than:
                 best, more_than = found, found.tokens
         return best
@@ -286,20 +292,31 @@ class SchedulerSessions:
             ids = self._prompts[request] = _token_ids(request.prompt_token_ids)
         return ids
 
-    def _rewound(self, request: Any, match: Match) -> Match | None:
+    def _earlier_compaction(self, request: Any, shared: int) -> Compaction | None:
+        """The last compaction of a session that goes back for a request.
+
+        Args:
+            shared: first tokens that the session and the prompt share.
+
+        Returns:
+            None: the policy cannot rebuild such a cache.
+        """
+        retrieval = self._policy.retrieval
+        # The layers of a drafter have no tokens on the host.
+        if retrieval is None or self._draft_geometry is not None:
+            return None
+        prompt_tokens = request.num_prompt_tokens
+        tokens = min(shared, prompt_tokens - 1)
+        return retrieval.rewound(tokens, prompt_tokens, self._geometry)
+
+    def _rewound(
+        self, request: Any, match: Match, earlier: Compaction | None
+    ) -> Match | None:
         """The match with the session as it was before its last compaction.
 
         Returns:
-            None: the policy cannot rebuild it, or the request cannot start from it.
+            None: there is no earlier compaction, or the request cannot start from it.
         """
-        retrieval = self._policy.retrieval
-        if retrieval is None or not match.session.compacted_at:
-            return None
-        if self._draft_geometry is not None:
-            return None  # the layers of a drafter have no tokens on the host
-        prompt_tokens = request.num_prompt_tokens
-        tokens = min(match.shared, prompt_tokens - 1)
-        earlier = retrieval.rewound(tokens, prompt_tokens, self._geometry)
         if earlier is None or earlier.at_tokens >= match.session.compacted_at:
             return None
         session = match.session.rewound(earlier)
