@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import hypothesis
@@ -19,14 +20,17 @@ sys.path[:0] = [str(_HELPERS), str(_HELPERS / "cpu_v2"), str(_TESTS / "oracles")
 sys.path.extend(map(str, sorted((_TESTS.parent / "benchmarks").glob("*/"))))
 sys.path.append(str(_TESTS.parent / "scripts"))
 
+from tiers import covering  # noqa: E402
+
 # How long an example takes depends on what else the machine does.
-hypothesis.settings.register_profile("kvp", deadline=None)
-hypothesis.settings.load_profile("kvp")
+hypothesis.settings.register_profile("full", deadline=None)
+hypothesis.settings.register_profile("default tier", deadline=None, max_examples=40)
 
 _LEFT_OUT = pytest.StashKey[int]()
 # Each test of these runs an engine of its own, for minutes.
 _INDEPENDENT = ("tests/engine/test_fuzz.py",)
 _LONGEST = _INDEPENDENT
+_STRENGTHS = {"each_value": 1, "each_pair": 2}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--all"):  # for workers, and for what tests start
         os.environ["KVP_TEST_TIER"] = "all"
+    is_full = os.environ.get("KVP_TEST_TIER") == "all"
+    hypothesis.settings.load_profile("full" if is_full else "default tier")
 
 
 def pytest_collection_modifyitems(
@@ -49,10 +55,11 @@ def pytest_collection_modifyitems(
     items.sort(key=_start_order)
     if os.environ.get("KVP_TEST_TIER") == "all":
         return
-    left_out = [item for item in items if in_full_tier_only(item)]
+    kept = _sampled([item for item in items if not in_full_tier_only(item)])
+    left_out = [item for item in items if item not in kept]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not in_full_tier_only(item)]
+        items[:] = [item for item in items if item in kept]
     config.stash[_LEFT_OUT] = len(left_out)
     if (output := getattr(config, "workeroutput", None)) is not None:
         output["left_out"] = len(left_out)
@@ -69,6 +76,25 @@ def in_full_tier_only(item: pytest.Item) -> bool:
     call = getattr(item, "callspec", None)
     v2 = call is not None and call.params.get("runner") == "V2"
     return v2 or item.get_closest_marker("slow") is not None
+
+
+def _sampled(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The items without combinations that ``each_value`` and ``each_pair`` spare."""
+    kept, grids = set(), defaultdict[tuple[str, int], list[pytest.Item]](list)
+    for item in items:
+        strength = next((s for n, s in _STRENGTHS.items() if _marked(item, n)), 0)
+        if strength and hasattr(item, "callspec"):
+            grids[item.nodeid.partition("[")[0], strength].append(item)
+        else:
+            kept.add(item)
+    for (_, strength), grid in grids.items():
+        chosen = covering([item.callspec.params for item in grid], strength)
+        kept |= {grid[i] for i in chosen}
+    return kept
+
+
+def _marked(item: pytest.Item, name: str) -> bool:
+    return item.get_closest_marker(name) is not None
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:

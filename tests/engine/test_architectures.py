@@ -17,11 +17,9 @@ from harness import run_scenario
 from policy_settings import SMALL_BUDGETS, configure
 from scenarios_architectures import PROMPT
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SEED = 7
-# MoE with QK-norm; the full tier runs the others.
-DEFAULT_TIER = ("Qwen3-MoE",)
 UNDOES_ROPE = "expected-attention"
 SETTINGS = SMALL_BUDGETS | {"skip_layers": 0}  # these models have two layers
 NAMES = ("full", "snapkv", "icecache", UNDOES_ROPE)
@@ -34,12 +32,7 @@ def cases(*policies: str, undo_rope: bool | None = None) -> list[Any]:
         undo_rope: only architectures whose RoPE policies can undo, or cannot.
     """
     return [
-        pytest.param(
-            name,
-            policy,
-            marks=[] if name in DEFAULT_TIER else [pytest.mark.slow],
-            id=f"{name}-{policy}",
-        )
+        pytest.param(name, policy, id=f"{name}-{policy}")
         for name, architecture in ARCHITECTURES.items()
         for policy in policies
         if undo_rope in (None, architecture.undoes_rope)

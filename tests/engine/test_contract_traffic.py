@@ -36,7 +36,7 @@ SEED = 20261121
 _ALL = os.environ.get("KVP_TEST_TIER") == "all"
 ROUNDS, SAMPLES = (60, 6) if _ALL and not INTERPRETED else (20, 3)
 BLOCKS = 26
-PROCESSES = 6
+PROCESSES = 11
 
 
 def turns() -> dict[str, str]:

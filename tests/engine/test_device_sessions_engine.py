@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import runners
 from harness import run_scenario
+from tiers import tiered
 
 pytestmark = pytest.mark.engine
 
@@ -13,7 +14,9 @@ EPI = {"name": "epicache", "budget": 192, "prefill_block": 128}
 GUIDES = [[5, 9, 11, 300, 7], [400, 17, 23]]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "asynchronous", tiered([False, True], [True]), ids=["sync", "async"]
+)
 def test_the_next_turn_copies_nothing(tiny_model, asynchronous):
     runs = [
         run_scenario(

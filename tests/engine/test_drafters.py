@@ -131,6 +131,7 @@ def test_preempted_requests_with_heads_go_on_as_without_drafts(
     assert run["preemptions"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -148,6 +149,7 @@ def test_tokens_are_those_without_drafts(tiny_model, noisy, name):
     assert run["accepted"] > run["drafts"] / 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "heads"),
     [

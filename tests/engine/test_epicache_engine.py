@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import runners
 from harness import run_scenario
+from tiers import tiered
 
 pytestmark = pytest.mark.engine
 
@@ -27,7 +28,9 @@ BOUND = (192 + 128) // BLOCK + 1
 
 @pytest.mark.proves(policy="epicache", runner="runner", asynchronous="asynchronous")
 @pytest.mark.parametrize("runner", ["V1", "V2"])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "asynchronous", tiered([False, True], [True]), ids=["sync", "async"]
+)
 def test_a_restored_episode_answers_as_one_read_from_scratch(
     tiny_model, runner, asynchronous
 ):
@@ -53,7 +56,9 @@ def test_a_restored_episode_answers_as_one_read_from_scratch(
     assert max(run["probed"]) == 2, "requests share a probe's forward pass"
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "asynchronous", tiered([False, True], [True]), ids=["sync", "async"]
+)
 def test_a_pool_that_is_as_small_as_the_bound(tiny_model, asynchronous):
     # the null block, the request's blocks, and blocks that the step in flight still
     # holds

@@ -26,7 +26,7 @@ QUICK = ("snapkv", "kvzip")
 
 
 RETRIEVAL = {"budget": 96, "skip_layers": 1, "sinks": 8, "window": 24}
-QUICK_RETRIEVERS = ("icecache", "exact-topk")
+QUICK_RETRIEVERS = ("icecache",)
 
 
 def traffic(model: str, policy: dict[str, Any] | None, **arguments: Any) -> Any:
@@ -132,6 +132,7 @@ def test_every_retrieval_policy_runs(tiny_model, name):
     assert run["host_bytes"] == pages * 16 * 2 * 2 * 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cache", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.slow)]
 )

@@ -121,6 +121,7 @@ def test_the_traffic_is_what_it_claims_to_be(model):
     assert min(map(min, stock["margins"])) > 1e-3, "two tokens are too close"
 
 
+@pytest.mark.slow
 @compressing
 def test_tokens_do_not_depend_on_the_cache(model, policy):
     run = seen("traffic", model, policy)
@@ -168,6 +169,7 @@ def test_nothing_stays_behind(model, policy):
     assert run == {"tracked": 0, "held": 0, "missing": 0}
 
 
+@pytest.mark.slow
 @fuzzed
 def test_random_traffic_leaks_nothing_and_changes_no_token(model, policy):
     arguments = {
@@ -226,7 +228,7 @@ def test_probes_see_what_transformers_sees(model):
 
 
 # One per way of working that the other tests of this file do not run.
-QUICK = ("kvzip", "sekv", "epicache")
+QUICK = ("kvzip",)
 
 
 @pytest.mark.parametrize(

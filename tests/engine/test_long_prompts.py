@@ -37,6 +37,7 @@ def found(model: str, name: str | None) -> list[dict[str, Any]]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -112,6 +112,7 @@ def score(
     return paid.masked_fill((held < 4) | (held >= at - 32), torch.inf)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("length", CUTS)
 @pytest.mark.parametrize("name", POLICIES)
 def test_each_block_keeps_what_torch_keeps(tiny_model, runs, name, length):

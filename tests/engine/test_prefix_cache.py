@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from harness import run_scenario
+from tiers import tiered
 
 pytestmark = pytest.mark.engine
 
@@ -28,7 +29,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 SHARED = 700  # tokens that "longer" and "shorter" share with "first"
 
-policies = pytest.mark.parametrize("name", POLICIES)
+policies = pytest.mark.parametrize(
+    "name", tiered(POLICIES, ("snapkv-cross-layer", "streaming-llm"))
+)
 
 
 @functools.cache

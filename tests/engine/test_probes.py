@@ -27,6 +27,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["kvzip", pytest.param("infinipot", marks=pytest.mark.slow)]
 )

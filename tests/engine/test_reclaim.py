@@ -14,6 +14,7 @@ import pytest
 from harness import run_scenario
 from policy_settings import write_weights
 from profiles import write_made
+from tiers import tiered
 from tiny_model import KV_HEADS, LAYERS, LLAMA
 
 from vllm_kvplugins.budgets import ALLOCATORS
@@ -21,6 +22,7 @@ from vllm_kvplugins.budgets import ALLOCATORS
 pytestmark = pytest.mark.engine
 
 BLOCK = 32
+QUICK = ("uniform", "cross-layer", "head-adaptive")
 PROMPT = 2900  # tokens of the prompt in scenarios_tiny.reclaim
 BUDGET = 512
 
@@ -42,7 +44,7 @@ def seen(model: str, allocator: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize("allocator", tiered(ALLOCATORS, QUICK))
 def test_free_blocks_rise_with_the_first_decode_step(tiny_model, allocator):
     run = seen(tiny_model, allocator)
     held_for_prompt = run["free_before"] - run["free_at_prefill_end"]
@@ -61,7 +63,7 @@ def test_all_allocators_free_the_same(tiny_model):
     assert all(counts == held["uniform"] for counts in held.values()), held
 
 
-@pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize("allocator", tiered(ALLOCATORS, QUICK))
 def test_pages_are_shared_as_the_allocator_says(tiny_model, allocator):
     """Allocators differ; otherwise the test above would compare a run with itself."""
     pages = seen(tiny_model, allocator)["seated_pages"]

@@ -95,6 +95,7 @@ def fixes_of(name: str) -> list[str]:
 PHASES = ("alone", "together", "hits", "misses", "preempted")
 
 
+@pytest.mark.slow
 @pytest.mark.proves(architecture="name", policy="policy")
 @pytest.mark.parametrize(("name", "policy"), cases("full"))
 def test_full_is_stock(name, policy):

@@ -393,6 +393,7 @@ def vllm_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_command_line")
 @pytest.mark.parametrize(
     ("flags", "parts"),

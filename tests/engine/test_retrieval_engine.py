@@ -8,12 +8,13 @@ import pytest
 from harness import INTERPRETED, run_scenario
 from policy_settings import policies_that, retrieve
 from texts import random_tokens
+from tiers import tiered
 from tiny_model import VOCABULARY
 
 pytestmark = pytest.mark.engine
 
 RETRIEVERS = policies_that(retrieve)
-QUICK = ("icecache", "quest")  # in the default tier, where they take longest
+QUICK = ("icecache",)
 SMALL = {"skip_layers": 1, "sinks": 16, "window": 32}
 ON_DEVICE = {"name": "icecache", "index": "device", "host_memory": "64MiB", **SMALL}
 LENGTHS = [100, 700, 1500]
@@ -22,7 +23,7 @@ ROUNDS, SAMPLES = (40, 6) if _ALL and not INTERPRETED else (12, 3)
 
 
 @pytest.mark.proves(policy="name")
-@pytest.mark.parametrize("name", RETRIEVERS)
+@pytest.mark.parametrize("name", tiered(RETRIEVERS, ("icecache", "quest")))
 def test_fetching_everything_is_stock(tiny_model, name):
     """With a budget above the context, all tokens are offloaded and fetched again."""
     arguments = {"model": tiny_model, "lengths": LENGTHS, "max_tokens": 60}
@@ -64,6 +65,7 @@ def test_a_device_answers_as_the_host(tiny_model):
     assert device["reserved"] == host["reserved"], "codes are not on the host"
 
 
+@pytest.mark.slow
 def test_resident_memory_stays_flat(tiny_model):
     """One of two layers keeps everything, so that half of the generated tokens stay."""
     policy = {"name": "icecache", **SMALL, "budget": 64}

@@ -90,6 +90,7 @@ def test_company_and_chunks_change_no_token(tiny_model, runner, asynchronous):
     assert run["tracked"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [4096, 7999])
 def test_the_budget_holds_at_every_step_of_a_long_prompt(tiny_model, length):
     policy = {"name": "sekv", "budget": 0.1}

@@ -129,6 +129,7 @@ def test_damaged_files_trigger_recomputation_only(tiny_model, tmp_path):
     assert report["tracked"] == 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("policy", "after"),
     [
@@ -321,8 +322,8 @@ ROW_BYTES = {
 @pytest.mark.parametrize(
     "policy",
     [
-        FLOW,
-        {"name": "full"},
+        pytest.param(FLOW, marks=pytest.mark.slow),
+        pytest.param({"name": "full"}, marks=pytest.mark.slow),
         {"name": "snapkv", "budget": 128, "window": 32},
         {"name": "icecache", "budget": 64, "skip_layers": 1},
     ],
@@ -381,6 +382,7 @@ def test_a_bfloat16_session_takes_half_and_a_third(tiny_model):
         assert each["restored"] == report[0]["restored"]
 
 
+@pytest.mark.slow
 def test_quantized_files_serve_servers_of_their_dtype(tiny_model, tmp_path):
     """A restart restores the same values from files; another dtype finds nothing."""
     policy = FLOW | {"session_dtype": "int8", "session_keep_on_device": False}

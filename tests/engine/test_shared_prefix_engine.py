@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from harness import run_scenario
+from tiers import tiered
 
 pytestmark = pytest.mark.engine
 
@@ -24,6 +25,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "blocks": SNAPKV | {"prefill_block": 64},
     "everything": SNAPKV | {"budget": 4096},
 }
+QUICK = ("cross-layer", "h2o", "blocks")
 
 
 @functools.cache
@@ -40,7 +42,7 @@ def seen(model: str, name: str | None) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", tiered(POLICIES, QUICK))
 def test_answers_do_not_depend_on_who_computed_the_prefix(tiny_model, name):
     run = seen(tiny_model, name)
     assert run["together"] == run["alone"]
@@ -54,7 +56,9 @@ def test_a_budget_for_everything_answers_like_stock(tiny_model):
         assert ours[way] == stock[way]
 
 
-@pytest.mark.parametrize("name", ["snapkv", "cross-layer", "h2o", "decode", "blocks"])
+@pytest.mark.parametrize(
+    "name", tiered(["snapkv", "cross-layer", "h2o", "decode", "blocks"], QUICK)
+)
 def test_six_requests_hold_the_prefix_once(tiny_model, name):
     run = seen(tiny_model, name)
     held = list(run["held"].values())
@@ -70,7 +74,9 @@ def test_six_requests_hold_the_prefix_once(tiny_model, name):
     assert run["in_use"] < stock["in_use"] - len(LENGTHS) * 3
 
 
-@pytest.mark.parametrize("name", [n for n in POLICIES if n != "everything"])
+@pytest.mark.parametrize(
+    "name", tiered([n for n in POLICIES if n != "everything"], QUICK)
+)
 def test_later_requests_find_the_prefix_after_compactions(tiny_model, name):
     cached = seen(tiny_model, name)["cached"]
     assert min(cached.values()) >= SHARED * BLOCK, cached

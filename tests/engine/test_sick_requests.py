@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 SEED = 20261123
 SICK = 7
-PROCESSES = 7
+PROCESSES = 14
 PROMPT, HISTORY, ANSWER = 400, 300, 40
 ALLOCATORS = ("cross-layer", "head-adaptive", "pyramid", "uniform")
 # Policies whose scores come from keys, queries or attention.

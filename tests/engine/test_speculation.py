@@ -31,7 +31,7 @@ SEED = 5
 FEW_KEYS = [40, 100, 130]
 _ALL = os.environ.get("KVP_TEST_TIER") == "all"
 # One per way of working; the others run in the full tier.
-QUICK = ("icecache", "h2o")
+QUICK = ("icecache",)
 FOLDING = SMALL_BUDGETS | {"budget": 64, "skip_layers": 0, "sessions": False}
 
 
@@ -64,6 +64,7 @@ def test_tokens_are_those_without_drafts(tiny_model, name):
     assert name == "full" or run["compactions"] >= len(lengths)
 
 
+@pytest.mark.slow
 def test_a_device_selects_for_each_draft(tiny_model):
     device = {"index": "device", "host_memory": "64MiB"}
     run = speculate(tiny_model, settings_of("icecache") | device)

@@ -21,6 +21,10 @@ SMALL_BUDGETS = {
 }
 
 # for prompts of some tens of tokens and budgets of a few pages of four tokens
+# A policy of each kind: it looks at the last queries, at all queries, at keys, asks
+# twice, keeps turns, keeps episodes, and smooths votes. The others differ in scores.
+EACH_KIND = ("snapkv", "h2o", "keydiff", "kvzip", "flowkv", "epicache", "protokv")
+
 TINY = {
     "window": 3,
     "sinks": 2,

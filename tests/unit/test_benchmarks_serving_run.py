@@ -363,7 +363,11 @@ typer.run(benchmark_serving.main)
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        (signal.SIGTERM, 143),
+    ],
 )
 def test_signals_leave_no_server_and_a_rerun_goes_on(folder, number, code):
     out = folder / "rows.jsonl"

@@ -72,6 +72,7 @@ def check_copy(dtype, page_elems, n, seed, orders, gap=0, offset=0):
     assert torch.equal(bits(source), before)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("orders", ["", "t", "s", "ts"])
 @pytest.mark.parametrize("page_elems", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -164,10 +164,6 @@ def run_all(
     return kept
 
 
-def case_id(value: Any) -> str:
-    return "-".join(value) if isinstance(value, tuple) else str(value)
-
-
 # For a whole prompt the allocator is not used, and with one page all allocators agree
 # (see test_budgets_mean_what_they_say). Two allocators are enough, one of which makes
 # the runtime build a page table per layer.
@@ -179,29 +175,16 @@ CASES = [
 ]
 
 
-def in_default_tier(case: tuple[str, str, str]) -> bool:
-    """One page under one allocator, half of the prompt under two: one makes a table
-    per layer, the other changes from policy to policy.
-    """
-    name, allocator, budget = case
-    if budget != "half":
-        return budget == "one-page" and allocator in ("none", "uniform")
-    others = sorted(set(ALLOCATORS) - {"cross-layer"})
-    names = list(dict.fromkeys(pair[0] for pair in pairs()))
-    turn = others[names.index(name) % len(others)]
-    return allocator in ("none", "cross-layer", turn)
+@pytest.fixture
+def case(name, allocator, budget) -> tuple[str, str, str]:
+    """A policy, an allocator and a budget."""
+    return name, allocator, budget
 
 
-cases = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[] if in_default_tier(case) else pytest.mark.slow)
-        for case in CASES
-    ],
-    ids=case_id,
-)
+cases = pytest.mark.parametrize(("name", "allocator", "budget"), CASES)
 
 
+@pytest.mark.each_value
 @cases
 def test_chunked_prefill_keeps_what_one_chunk_keeps(case):
     print("seed", SEED)
@@ -214,6 +197,7 @@ def test_chunked_prefill_keeps_what_one_chunk_keeps(case):
         assert request.kept == alone(case, name), name
 
 
+@pytest.mark.each_value
 @cases
 def test_concurrent_requests_keep_what_they_keep_alone(case):
     kept = run_all(case)
@@ -241,12 +225,14 @@ class Preempt:
                 engine.preempt(name)
 
 
+@pytest.mark.each_value
 @cases
 def test_aborted_requests_leave_the_others_alone(case):
     kept = run_all(case, abort)
     assert kept == {name: alone(case, name) for name in ("page", "short", "one")}
 
 
+@pytest.mark.each_value
 @cases
 def test_preempted_requests_keep_the_same_again(case):
     preempt = Preempt()
@@ -255,6 +241,7 @@ def test_preempted_requests_keep_the_same_again(case):
     assert kept == {name: alone(case, name) for name in REQUESTS}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("budget", ["one-page", "half"])
 @pytest.mark.parametrize("name", policies_that(retrieve))
 def test_policies_that_fetch_own_what_they_read(name, budget):
@@ -271,10 +258,11 @@ def test_policies_that_fetch_own_what_they_read(name, budget):
     assert not any(preempt.left.values()), "a request was never preempted"
 
 
-@pytest.mark.parametrize("pair", pairs(), ids=case_id)
-def test_budgets_mean_what_they_say(pair):
+@pytest.mark.each_value
+@pytest.mark.parametrize(("name", "allocator"), pairs())
+def test_budgets_mean_what_they_say(name, allocator):
     """Otherwise the tests above would compare nothing."""
-    name, allocator = pair
+    pair = name, allocator
     if wants_history(name):
         assert len(alone((*pair, "half"), "tail")) > 2
     if not issubclass(get_policy_class(name), Compressor):

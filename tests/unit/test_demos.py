@@ -302,6 +302,7 @@ def test_serve_sh_compares_a_policy_with_stock(serve_sh, tmp_path):
     assert not left, f"left behind: {left}"
 
 
+@pytest.mark.slow
 def test_serve_sh_shows_only_the_reasons_of_a_refusal(serve_sh):
     done = serve_sh("--demo", "--policy", "snapkv", FAKE_REFUSES="snapkv")
     assert done.returncode == 1

@@ -68,6 +68,7 @@ def check_hot(fake: RetrievingEngine, request: Request, layer: int, by: int) -> 
     assert here.equal(expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("age_blocks", [1, 3])
 @pytest.mark.parametrize("prompt", [6, 40, 43, 110, 145, 210])
 def test_hot_tokens_are_those_that_codes_choose(prompt, age_blocks):

@@ -77,6 +77,7 @@ def talk(engine: SessionEngine, chunk: int, patched: tuple[int, ...]) -> Request
     return request
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("base", COMPRESSORS)
 @pytest.mark.parametrize("chunk", [23, 400])
 def test_a_history_that_grew_has_the_cache_of_one_read_at_once(base, chunk):

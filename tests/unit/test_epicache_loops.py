@@ -158,6 +158,7 @@ def episodic(base: str) -> dict[str, Any]:
     return {"name": "epicache", "base": base, "base_config": config} | sizes
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("base", ["infinipot", "keydiff", "h2o", "snapkv"])
 @pytest.mark.parametrize(
     ("turn_ends", "shared"), [((), 0), ((18,), 0), ((18,), 3)], ids=str

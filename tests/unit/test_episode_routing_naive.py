@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 
@@ -20,6 +21,8 @@ from vllm_kvplugins.episodes.clustering import (
 from vllm_kvplugins.episodes.routing import EpisodeRouter, Route
 from vllm_kvplugins.episodes.settings import EpisodeSettings
 from vllm_kvplugins.episodes.utterances import dialogue_text
+
+FULL_TIER = os.environ.get("KVP_TEST_TIER") == "all"
 
 
 class NaiveRouter:
@@ -101,7 +104,7 @@ class NaiveRouter:
         return self.routed[max(fitting)[1]][2] if fitting else None
 
 
-@settings(max_examples=25, deadline=None, print_blob=True)
+@settings(max_examples=100 if FULL_TIER else 10, deadline=None, print_blob=True)
 @given(seed=st.integers(0, 10**6), max_conversations=st.sampled_from([2, 3, 50]))
 def test_the_router_routes_as_a_naive_one_does(seed, max_conversations):
     rng = random.Random(seed)

@@ -71,6 +71,7 @@ def run(policy: dict[str, object], chunk: int) -> tuple[list[dict], Request]:
     return zones, request
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("base", COMPRESSORS)
 @pytest.mark.parametrize("chunk", [7, 200])
 def test_what_a_turn_kept_stays_bit_for_bit(base, chunk):

@@ -28,6 +28,7 @@ def fp8(name: str) -> Fp8:
     return Fp8(DTYPES[name], torch.float32, keys, values)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", RETRIEVERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_is_over_what_was_asked_for(name, dtype):

@@ -119,6 +119,7 @@ def assert_right(case: Case) -> None:
     torch.testing.assert_close(lse.double(), exact_lse, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("kind", ["transposed", "natural", "interleaved", "permuted"])
 @pytest.mark.parametrize("group", [1, 3, 7])
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def check_all_ops(layout: PageLayout, dtype: torch.dtype, n: int, seed: int, gap
     assert_same_bits(heap, right.pages)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize(("block_size", "head_dim"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,6 +12,7 @@ from pathlib import Path
 import page_ops
 import pytest
 from test_ops import a_kv, assert_same_bits, ids
+from tiers import tiered
 
 from vllm_kvplugins import ops
 from vllm_kvplugins.errors import codes_in
@@ -104,7 +105,7 @@ class TestLoading:
         assert "RUNPATH" not in dynamic
 
 
-@pytest.mark.parametrize("limit", extension.SIMD_LEVELS)
+@pytest.mark.parametrize("limit", tiered(extension.SIMD_LEVELS, ("baseline", "avx2")))
 def test_an_environment_variable_limits_vector_instructions(limit):
     """In its own process, because the choice is made once."""
     if reason := extension.load_extension().reason:

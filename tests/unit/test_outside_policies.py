@@ -78,6 +78,7 @@ def test_the_documented_package_is_listed_with_its_settings(documented):
     assert document["broken"] == []
 
 
+@pytest.mark.slow
 def test_vllm_takes_its_name_and_settings(documented):
     folder, entries = documented
     (name,) = entries
@@ -154,6 +155,7 @@ def test_a_policy_without_a_score_is_refused_before_it_runs(tmp_path):
     assert "KVP108" in codes_in(done.stderr)
 
 
+@pytest.mark.slow
 def test_a_name_of_ours_stays_ours(tmp_path):
     install(tmp_path, "raise OSError", {"snapkv": "my_policy:Toy"})
     code = (
@@ -162,6 +164,7 @@ def test_a_name_of_ours_stays_ours(tmp_path):
     assert "vllm_kvplugins.policies.snapkv.SnapKV" in run(tmp_path, "-c", code).stdout
 
 
+@pytest.mark.slow
 def test_an_unknown_name_says_where_others_belong(tmp_path):
     code = "from vllm_kvplugins.policies import get_policy_class as g; g('mine')"
     assert ENTRY_POINTS in run(tmp_path, "-c", code).stderr

@@ -9,7 +9,8 @@ import pytest
 from fake_engine import KV_HEADS, FakeEngine, Kept
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_settings import configure
+from policy_settings import EACH_KIND, configure
+from tiers import tiered
 
 from vllm_kvplugins.budgets import ALLOCATORS
 from vllm_kvplugins.config import parse_policy
@@ -186,7 +187,7 @@ BLOCK, BLOCKS = 4, 200
 SMALL = {"window": 3, "sinks": 2, "recent": 1, "chunk_size": 4, "hash_bits": 1}
 REQUESTS = {"tail": (211, 6), "exact": (160, 6), "short": (9, 6)}
 POLICIES = [
-    *((name, None) for name in COMPRESSORS),
+    *tiered([(name, None) for name in COMPRESSORS], [(n, None) for n in EACH_KIND]),
     *(("snapkv", a) for a in sorted(ALLOCATORS) if a not in ("uniform", "file")),
     ("kvzip", "uniform"),
 ]

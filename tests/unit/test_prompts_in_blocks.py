@@ -28,6 +28,7 @@ def _as_in_an_engine():
         yield
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", RETRIEVERS)
 @pytest.mark.parametrize("host_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("prefill_block", [4, 11, 24])
@@ -64,6 +65,7 @@ def test_a_policy_says_that_blocks_make_it_worse():
     assert not parse_policy({"name": "icecache", "prefill_block": 512}).remarks
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))]
 )

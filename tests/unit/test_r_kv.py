@@ -71,6 +71,7 @@ def by_the_paper(view: LayerView, policy: r_kv.RKV) -> torch.Tensor:
     return scores
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize(("slots", "group"), [(6, 1), (30, 3), (71, 2)])
 @pytest.mark.parametrize("retain", [0, 1, 3])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.8])

@@ -34,6 +34,7 @@ FOUND |= {"arkvale": 0.2, "pqcache": 0.85, "clusterkv": 0.6, "omnikv": 0.7}
 ASKED = {"arkvale": {"page_tokens": 16}}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", RETRIEVERS)
 @pytest.mark.parametrize("age_blocks", [1, 3])
 @pytest.mark.parametrize("prompt", [6, 40, 43])
@@ -50,6 +51,7 @@ def test_attention_is_over_what_was_asked_for(name, prompt, age_blocks):
     assert fake.retrieval.tier.num_free == len(fake.retrieval.tier.pages)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", RETRIEVERS)
 @pytest.mark.parametrize("host_dtype", ["int8", "int4"])
 def test_quantized_tokens_are_fetched(name, host_dtype):
@@ -284,6 +286,7 @@ def test_requests_wait_for_host_memory():
     assert host_limit_problem(policy, shape, 101) is None
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", RETRIEVERS)
 @pytest.mark.parametrize(
     "host_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow), "int4"]

@@ -469,6 +469,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
 def test_an_index_forgets_its_newest_keys(kind, seed):

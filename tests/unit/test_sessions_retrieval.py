@@ -49,6 +49,7 @@ def _as_in_an_engine():
         yield
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("in_place", [False, True], ids=["loaded", "parked"])
 @pytest.mark.parametrize("name", RETRIEVERS)
 @pytest.mark.parametrize("more", [{}, {"prefetch": "step"}, {"budget": 0.2}])

@@ -9,8 +9,9 @@ import pytest
 import torch
 from fake_engine import LAYERS, Request
 from fake_sessions import SessionEngine
-from policy_settings import drop, policies_that
+from policy_settings import EACH_KIND, drop, policies_that
 from test_flowkv import COMPRESSORS, SMALL, contents, flow
+from tiers import tiered
 
 from vllm_kvplugins.policies import get_policy_class
 from vllm_kvplugins.sessions.commands import Session
@@ -88,6 +89,7 @@ def alone(policy: dict[str, object], chunk: int) -> tuple[SessionEngine, Request
     return engine, request
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("base", COMPRESSORS)
 @pytest.mark.parametrize("chunk", [7, 200])
 def test_several_requests_keep_the_same_tokens_as_one(base, chunk):
@@ -112,7 +114,7 @@ def copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExactPages, "copy_in", refused)
 
 
-@pytest.mark.parametrize("base", COMPRESSORS)
+@pytest.mark.parametrize("base", tiered(COMPRESSORS, EACH_KIND))
 def test_a_session_in_place_copies_nothing(base, monkeypatch):
     """The pages equal those of one long request."""
     copies_nothing(monkeypatch)
@@ -159,7 +161,7 @@ def test_other_blocks_cannot_be_reused_in_place():
         engine.transfer.restore("s", 60, saved, saved.tokens, blocks, in_place=True)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", tiered(range(30), range(10)))
 def test_needed_queries_survive_aborts_preemptions_and_branches(seed):
     """Requests are aborted in flight, preempted, branched and chunked in any way;
     kept tokens do not change.
@@ -207,6 +209,7 @@ def test_needed_queries_survive_aborts_preemptions_and_branches(seed):
     assert contents(engine, request) == contents(one, expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("in_place", [False, True], ids=["loaded", "parked"])
 @pytest.mark.parametrize("name", DROPPING)
 def test_every_policy_continues_from_its_snapshot(name, in_place):

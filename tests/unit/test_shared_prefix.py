@@ -20,6 +20,7 @@ from fake_text import encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_settings import (
+    EACH_KIND,
     TINY,
     configure,
     drop,
@@ -30,6 +31,7 @@ from policy_settings import (
     retrieve,
     wants_history,
 )
+from tiers import tiered
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
@@ -194,7 +196,7 @@ def alone(policy: str, name: str) -> list[Kept]:
     return request.kept
 
 
-@pytest.mark.parametrize("policy", DROPPING)
+@pytest.mark.parametrize("policy", tiered(DROPPING, EACH_KIND))
 def test_requests_keep_the_same_wherever_their_prefix_comes_from(policy):
     """Random traffic with preemptions and aborts; most requests find their prefix."""
     print("seed", SEED)
@@ -321,6 +323,7 @@ def session_engine(policy: str) -> SessionEngine:
     return SessionEngine(configure(policy, SMALL | options), BLOCK, 120, sessions=True)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("policy", DROPPING)
 @pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in-place"])
 @torch.inference_mode()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_settings import wants_history
+from policy_settings import EACH_KIND, wants_history
+from tiers import tiered
 from typer.testing import CliRunner
 
 from vllm_kvplugins import recurrent_states
@@ -182,7 +183,7 @@ def test_a_history_holds_budget_and_block(folder):
     assert "all history" in run(folder, policy="epicache").output
 
 
-@pytest.mark.parametrize("name", available_policies())
+@pytest.mark.parametrize("name", tiered(available_policies(), EACH_KIND))
 def test_every_policy_has_figures(folder, name):
     request_figures = figures(folder, context=2000, policy=name)["request"]
     peak = 48 if wants_history(name) else 63

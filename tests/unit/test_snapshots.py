@@ -60,6 +60,7 @@ def go_on(name: str, max_tokens: int | None) -> tuple[CacheSnapshot, list[object
     return saved, saved_objects
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("pages", [1, 3, 7])
 @pytest.mark.parametrize("max_tokens", [None, 49])
 @pytest.mark.parametrize("name", ["full", "snapkv", "pyramidkv"])

@@ -31,6 +31,7 @@ print("RESULT " + json.dumps({"loaded": ours, "missing": missing}))
 """
 
 
+@pytest.mark.slow
 def test_serving_does_not_import_training():
     done = subprocess.run(
         [sys.executable, "-c", CODE],

@@ -49,6 +49,7 @@ def copy_with(folder: Path, changes: dict[str, list[tuple[str, str]] | None]) ->
     return folder
 
 
+@pytest.mark.slow
 def test_a_changed_vllm_is_reported_name_by_name(tmp_path):
     changes: dict[str, list[tuple[str, str]] | None] = {
         "v1/core/block_pool.py": [
