@@ -163,6 +163,7 @@ def test_reported_bytes_are_those_of_the_pool(model, policy):
         assert used == pytest.approx(sum(step["held"]), abs=0.01), step
 
 
+@pytest.mark.slow
 @all_policies
 def test_nothing_stays_behind(model, policy):
     run = seen("traffic", model, policy)["left_behind"]

@@ -58,6 +58,7 @@ def test_free_blocks_rise_with_the_first_decode_step(tiny_model, allocator):
     assert run["free_after"] == run["free_before"]
 
 
+@pytest.mark.slow
 def test_all_allocators_free_the_same(tiny_model):
     held = {a: [s["held"] for s in seen(tiny_model, a)["steps"]] for a in ALLOCATORS}
     assert all(counts == held["uniform"] for counts in held.values()), held
