@@ -30,6 +30,8 @@ _LEFT_OUT = pytest.StashKey[int]()
 # Each test of these runs an engine of its own, for minutes.
 _INDEPENDENT = ("tests/engine/test_fuzz.py",)
 _LONGEST = _INDEPENDENT
+# Runner V2 is interpreted on a CPU and takes two to six times as long as V1.
+_ON_V2 = ("test_compat_v2.py", "test_sekv_engine.py")
 _STRENGTHS = {"each_value": 1, "each_pair": 2}
 
 
@@ -72,10 +74,10 @@ def _start_order(item: pytest.Item) -> int:
 
 
 def in_full_tier_only(item: pytest.Item) -> bool:
-    """Marked slow, or a whole engine on model runner V2, which is interpreted."""
+    """Marked slow, or a whole engine on model runner V2, except in few files."""
     call = getattr(item, "callspec", None)
     v2 = call is not None and call.params.get("runner") == "V2"
-    return v2 or item.get_closest_marker("slow") is not None
+    return (v2 and item.path.name not in _ON_V2) or _marked(item, "slow")
 
 
 def _sampled(items: list[pytest.Item]) -> set[pytest.Item]:

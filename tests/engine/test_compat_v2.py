@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import runners
 from harness import run_scenario
+from tiers import tiered
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 # (runner, asynchronous) -> scenarios next to ``generate``, in the same process
 RUNS = {
@@ -23,6 +24,12 @@ RUNS = {
     ("V2", False): ("dummy_batches",),
     ("V2", True): ("crowd",),
 }
+# What GPUs have, and what it is compared with. The full tier has the others as well.
+QUICK = (("V1", False), ("V2", True))
+runs = pytest.mark.parametrize(
+    ("runner", "asynchronous"),
+    [pytest.param(*r, marks=() if r in QUICK else pytest.mark.slow) for r in RUNS],
+)
 
 
 @cache
@@ -48,7 +55,7 @@ def test_eviction_shows_in_the_tokens(tiny_model: str):
 
 
 @pytest.mark.proves(policy=runners.NAMES, runner="runner", asynchronous="asynchronous")
-@pytest.mark.parametrize(("runner", "asynchronous"), RUNS)
+@runs
 def test_same_tokens_and_blocks_everywhere(
     tiny_model: str, runner: str, asynchronous: bool
 ):
@@ -56,7 +63,7 @@ def test_same_tokens_and_blocks_everywhere(
     runners.check_generated(own, reference(tiny_model))
 
 
-@pytest.mark.parametrize(("runner", "asynchronous"), RUNS)
+@runs
 def test_it_ran_on_what_was_asked_for(tiny_model: str, runner: str, asynchronous: bool):
     stock, *ours = found(tiny_model, runner, asynchronous)["generate"]
     kind = "AsyncScheduler" if asynchronous else "Scheduler"
@@ -71,7 +78,7 @@ def test_it_ran_on_what_was_asked_for(tiny_model: str, runner: str, asynchronous
         assert result["facts"]["steps_in_flight"] == (2 if asynchronous else 1)
 
 
-@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("runner", tiered(["V1", "V2"], ["V2"]))
 def test_async_scheduling_frees_only_what_no_step_in_flight_reads(
     tiny_model: str, runner: str
 ):
@@ -81,7 +88,7 @@ def test_async_scheduling_frees_only_what_no_step_in_flight_reads(
     assert set(crowd["early_frees"]) == {0}
 
 
-@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("runner", tiered(["V1", "V2"], ["V2"]))
 def test_async_scheduling_survives_abort_and_preemption(tiny_model: str, runner: str):
     crowd = found(tiny_model, runner, True)["crowd"]
     assert crowd["preemptions"] > 0, "the pool was large enough after all"
@@ -93,6 +100,7 @@ def test_async_scheduling_survives_abort_and_preemption(tiny_model: str, runner:
     assert crowd["together"] == crowd["alone"]
 
 
+@pytest.mark.slow
 def test_dummy_batches_do_not_touch_requests(tiny_model: str):
     """V2 numbers dummy rows like requests; policies must not confuse them."""
     dummy = found(tiny_model, "V2", False)["dummy_batches"]
@@ -100,6 +108,7 @@ def test_dummy_batches_do_not_touch_requests(tiny_model: str):
     assert dummy["disturbed"] == dummy["plain"]
 
 
+@pytest.mark.slow
 @pytest.mark.proves(policy="flowkv", runner="runner", asynchronous=True)
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 def test_sessions_go_on_while_steps_are_in_flight(tiny_model: str, runner: str):
