@@ -4,7 +4,8 @@ Each method has a ``name``, a ``knob`` that trades speed for coverage, the value
 for it (``knobs``), and these calls:
 
     build()                  build the index of all heads; can be called again
-    ready()                  finish after the last build; not timed
+    insert(more)             add keys [heads, n, head_dim] behind the others
+    ready()                  finish after the last build or insert; not timed
     prepared(queries)        convert queries [heads, n, head_dim] for ``ask``
     ask(prepared, value)     int64 [heads, n, K], the slots found; -1 for none
 """
@@ -29,6 +30,8 @@ from vllm_kvplugins.index.compiled import CompiledIndex
 
 PACKAGES = {"hnswlib": "hnswlib", "faiss": "faiss-cpu"}  # module: package to install
 K = 64
+# Keys of an insertion, a page that leaves the window, and number of insertions.
+INSERTED, INSERTS = 16, 64
 
 
 class Ours:
@@ -60,6 +63,9 @@ class Ours:
         heads, _, dim = self.rows.shape
         self.index = self.kinds[self.kind](heads, dim, **self.settings)
         self.index.build(Keys.dense(self.rows))
+
+    def insert(self, more: torch.Tensor) -> None:
+        self.index.insert(Keys.dense(more))
 
     def ready(self) -> None:
         """Place the keys in the tree's order; not timed."""
@@ -102,6 +108,10 @@ class Library(ABC):
     def build(self) -> None:
         self.heads = list(self.map(self.build_head, self.rows))
 
+    def insert(self, more: torch.Tensor) -> None:
+        rows = [head.contiguous().numpy() for head in more]
+        list(self.map(self.insert_head, self.heads, rows))
+
     def ready(self) -> None:  # noqa: B027
         """Does nothing: the index is complete after build()."""
 
@@ -116,6 +126,10 @@ class Library(ABC):
     @abstractmethod
     def build_head(self, rows: Any) -> Any:
         """An index of one head's float32 rows [n, head_dim]."""
+
+    @abstractmethod
+    def insert_head(self, index: Any, rows: Any) -> None:
+        """Add float32 rows [n, head_dim] to one head's index."""
 
     @abstractmethod
     def ask_head(self, index: Any, queries: Any, knob: int) -> Any:
@@ -133,9 +147,13 @@ class Hnsw(Library):
 
     def build_head(self, rows: Any) -> Any:
         index = self.module.Index(space="ip", dim=self.dim)
-        index.init_index(max_elements=self.count, M=16, ef_construction=200)
+        room = self.count + INSERTS * INSERTED
+        index.init_index(max_elements=room, M=16, ef_construction=200)
         index.add_items(rows, num_threads=1)
         return index
+
+    def insert_head(self, index: Any, rows: Any) -> None:
+        index.add_items(rows, num_threads=1)
 
     def ask_head(self, index: Any, queries: Any, knob: int) -> Any:
         index.set_ef(knob)
@@ -164,6 +182,9 @@ class IvfFlat(Library):
         index.train(rows)
         index.add(rows)
         return index
+
+    def insert_head(self, index: Any, rows: Any) -> None:
+        index.add(rows)
 
     def ask_head(self, index: Any, queries: Any, knob: int) -> Any:
         index.nprobe = knob

@@ -20,7 +20,8 @@ after another, or with two threads through a pool of two single-threaded searche
 timed: preparing the input of the libraries, and placing keys in the tree's order.
 
 Times are **median of CPU time**, median of wall clock (10th to 90th percentile): per
-query (time of a call divided by its queries), and of building one head.
+query (time of a call divided by its queries), of building one head, and of adding 16
+keys to one head, 64 times after the queries.
 """
 
 from __future__ import annotations
@@ -41,7 +42,16 @@ from typing import Any
 import _path  # noqa: F401
 import torch
 from _engine import provenance
-from _index_methods import PACKAGES, Hnsw, IvfFlat, K, Ours, libraries
+from _index_methods import (
+    INSERTED,
+    INSERTS,
+    PACKAGES,
+    Hnsw,
+    IvfFlat,
+    K,
+    Ours,
+    libraries,
+)
 from index import Timer, empty_caches, real_keys
 from rich import box
 from rich.console import Console
@@ -200,11 +210,19 @@ def measure(
             empty_caches()
             timer.run(name, partial(method.ask, ready, knob))
 
+    for at in range(INSERTS):
+        more = keys[:, at * INSERTED : (at + 1) * INSERTED]
+        for method in order.sample(methods, len(methods)):
+            empty_caches()
+            timer.run(f"insert {method.name}", partial(method.insert, more))
+
     for row in rows:
         build, call = f"build {row['method']}", row.pop("call")
         per_query = 1e3 / (heads * options.group)  # from ms per call to µs per query
         for kind, times in (("cpu", timer.cpu), ("wall", timer.wall)):
             row[f"build_ms_{kind}"] = [x / heads for x in spread(times[build])]
+            inserts = times[f"insert {row['method']}"]
+            row[f"insert_ms_{kind}"] = [x / heads for x in spread(inserts)]
             if call is not None:
                 row[f"query_us_{kind}"] = [x * per_query for x in spread(times[call])]
     return rows
@@ -216,6 +234,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
         table.add_column(column, no_wrap=True)
     table.add_column("query µs", no_wrap=True)
     table.add_column("build ms per head", no_wrap=True)
+    table.add_column("insert 16 keys, ms per head", no_wrap=True)
     for row in rows:
         result, setting = row["coverage"], f"{row['knob']} {row['value']}"
         table.add_row(
@@ -226,6 +245,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
             f"{result:.3f}" if result is not None else f"at most {row['tuned']:.3f}",
             cell(row, "query_us"),
             cell(row, "build_ms"),
+            cell(row, "insert_ms"),
         )
     return table
 
