@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from vllm_kvplugins.cli import app, recommend
-from vllm_kvplugins.cli.evidence import load, read
+from vllm_kvplugins.choice.decision import decide
+from vllm_kvplugins.choice.evidence import load, read
+from vllm_kvplugins.choice.requests import Request, Workload
+from vllm_kvplugins.cli import app
 from vllm_kvplugins.errors import codes_in
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +108,7 @@ def ask(
     concurrency: int = 8,
     host_memory: float | None = None,
 ) -> dict[str, Any]:
-    request = recommend.Request(
+    request = Request(
         model="m",
         prompt_tokens=context,
         answer_tokens=512,
@@ -116,7 +118,7 @@ def ask(
         token_bytes=131072,
         block_size=32,
     )
-    return recommend.recommendation(read(rows), request, recommend.Workload(workload))
+    return decide(read(rows), request, Workload(workload))
 
 
 @pytest.mark.parametrize(
