@@ -39,10 +39,11 @@ def decide(
     Args:
         min_score: smallest share of the keys that stock vLLM finds, see
             ``Measured.share_of``. If no policy that fits reaches it, stock vLLM is
-            chosen, with fewer requests at a time; nothing, if it holds none.
+            chosen, which then holds fewer requests at a time.
 
     Returns:
-        ``policy``: a name, ``stock``, or None if nothing fits; ``settings`` and
+        ``policy``: a name; ``stock``; or None if not even one request fits;
+        ``settings`` and
         ``command`` to serve it; ``reasons``, ``notes``; ``alternatives``: the best
         cell of each policy that fits, the chosen one first; ``excluded``: why other
         policies are not among them.
@@ -83,7 +84,7 @@ def decide(
         ]
         return result
     others = options_for(evidence, request, workload, 0.0)[0] if min_score else []
-    if others and request.longest_request <= request.usable:
+    if request.longest_request <= request.usable:
         result["policy"], result["command"] = STOCK, _command(request, None, {})
     result["reasons"] = list(words.no_policy(others, evidence, request, min_score))
     return result

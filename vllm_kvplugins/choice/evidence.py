@@ -73,11 +73,12 @@ class Measured:
         tasks = (PASSKEY, MULTIKEY)
         if self.mean(*tasks) is None:
             return None
-        return min(
+        shares: list[float] = [
             sum(scores[task]["mean"] for task in tasks)
             / sum(stock.scores[model][task]["mean"] for task in tasks)
             for model, scores in self.scores.items()
-        )
+        ]
+        return min(shares)
 
     def found(self, task: str) -> tuple[int, int] | None:
         """Keys found and questions asked, over all models."""

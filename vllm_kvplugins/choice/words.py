@@ -26,20 +26,25 @@ def no_policy(
     Args:
         others: policies that fit and lose more than ``min_score`` allows, best first.
     """
-    if not others:
+    if others:
+        cell = others[0].cell
+        yield (
+            f"no policy that fits finds {min_score:.0%} of the keys that stock vLLM "
+            f"finds: {cell.policy} at {cell.share:.0%} of the context finds "
+            f"{cell.share_of(evidence.stock) or 0:.0%}"
+        )
+    else:
         yield "no policy fits at a share of the context that was measured"
-        return
-    cell = others[0].cell
-    yield (
-        f"no policy that fits finds {min_score:.0%} of the keys that stock vLLM finds: "
-        f"{cell.policy} at {cell.share:.0%} of the context finds "
-        f"{cell.share_of(evidence.stock) or 0:.0%}"
-    )
-    held = max(request.usable, 0) // request.stock_request
     if request.longest_request <= request.usable:
+        held = request.usable // request.stock_request
         yield (
             f"stock vLLM loses no answers: the pool holds {count(held)} of "
-            f"{amount(request.stock_request)} at a time, and the others wait"
+            f"{amount(request.stock_request)} at a time, and others wait"
+        )
+    else:
+        yield (
+            f"nor does stock vLLM: {amount(request.memory)} do not hold one request of "
+            f"{amount(request.longest_request)}"
         )
 
 
@@ -49,6 +54,11 @@ def reasons(
     request: Request,
     workload: Workload,
 ) -> Iterator[str]:
+    """Why the first option was chosen, next to stock vLLM and to the second one.
+
+    Args:
+        options: policies that fit, best first.
+    """
     best, share = options[0], fitting_share(request)
     yield (
         f"stock vLLM needs {amount(request.concurrency * request.stock_request)} for "
@@ -94,6 +104,7 @@ def _scores_text(cell: Measured, workload: Workload) -> str:
 def notes(
     best: Option, evidence: Evidence, request: Request, workload: Workload
 ) -> Iterator[str]:
+    """What the choice extrapolates, and what it needs besides device memory."""
     tokens = " and ".join(f"{count:,}" for count in evidence.tokens)
     yield (
         f"extrapolated: measured on {' and '.join(evidence.models)}, with {tokens} "

@@ -63,6 +63,15 @@ def recommend(
             "vLLM finds; `--kv-policy auto` uses 0.95.",
         ),
     ] = 0.0,
+    max_model_len: Annotated[
+        int,
+        typer.Option(
+            metavar="L",
+            min=0,
+            help="Tokens of the longest request that the server accepts; 0: of a "
+            "prompt and its answer.",
+        ),
+    ] = 0,
     dtype: Annotated[
         str, typer.Option(metavar="D", help="Type of keys and values.")
     ] = "bfloat16",
@@ -79,7 +88,15 @@ def recommend(
     """
     with user_errors():
         request = _request(
-            model, context, answer, concurrency, memory, host_memory, dtype, block_size
+            model,
+            context,
+            answer,
+            concurrency,
+            memory,
+            host_memory,
+            dtype,
+            block_size,
+            max_model_len,
         )
         result = decide(load(), request, workload, min_score)
     if as_json:
@@ -98,6 +115,7 @@ def _request(
     host_memory: str | None,
     dtype: str,
     block_size: int,
+    max_model_len: int,
 ) -> Request:
     from vllm_kvplugins.model_config import read_model_config
 
@@ -113,6 +131,7 @@ def _request(
         if host_memory is None
         else _bytes(host_memory, "--host-memory"),
         block_size=block_size,
+        longest=max_model_len,
         notes=tuple(_model_notes(config, context + answer)),
     )
 
