@@ -48,6 +48,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "small pool by name": ("auto", SMALL),
     "few requests": (SHORT | {"concurrency": 2}, SMALL),
     "short prompts": (SHORT | {"context": 128}, SMALL),
+    "length of the pool": (SHORT, SMALL | {"max_model_len": -1}),
     "chat": (SHORT | {"workload": "chat"}, SMALL),
     "drafts": (SHORT, SMALL | {"speculative_config": NGRAM}),
     "host memory as set": (SHORT | {"host_memory": "1GiB"}, SMALL),
@@ -115,6 +116,13 @@ def test_what_the_user_expects_counts(chosen):
     assert chosen["chat"]["policy"]["sessions"] is True
 
 
+def test_vllm_may_choose_the_longest_request(chosen):
+    """``--max-model-len auto``: what 69 blocks hold, less an answer of 64 tokens."""
+    (message,) = chosen["length of the pool"]["log"]
+    assert "prompts of 2,144 tokens" in message
+    assert chosen["length of the pool"]["policy"]["name"] == "icecache"
+
+
 def test_host_memory_is_a_limit_for_the_choice_and_for_the_policy(chosen):
     assert chosen["host memory as set"]["policy"]["host_memory"] in ("1GiB", 1 << 30)
     assert chosen["no host memory"]["policy"] is None
@@ -136,6 +144,18 @@ def test_what_a_policy_refuses_the_next_one_gets(chosen):
     assert {"KVP035"} == set(codes_in(message))
     for name in ("icecache", "exact-topk"):
         assert f"cannot run here: {name}" in message
+
+
+def test_without_the_compiled_extension_another_retriever_is_chosen(tiny_model):
+    """The index of the best one is compiled."""
+    case = LENGTH | SMALL | {"block_size": 32, "model": tiny_model, "kv_policy": SHORT}
+    report = run_scenario(
+        "scenarios_auto:choices", {"cases": {"torch": case}}, {"KVP_OPS": "torch"}
+    )["torch"]
+    assert report["policy"]["name"] == "exact-topk"
+    (message,) = report["log"]
+    assert message.startswith("WARNING")
+    assert "cannot run here: icecache" in message
 
 
 @pytest.mark.parametrize(("name", "code"), [("pipeline", "KVP022"), ("MLA", "KVP011")])

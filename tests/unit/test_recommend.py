@@ -284,6 +284,21 @@ def test_host_memory_limits_the_requests_at_a_time():
     assert chosen["policy"] == "keep"
 
 
+def test_a_pool_for_one_prompt_holds_several_that_are_in_host_memory():
+    """One of 3.9 GiB, or the kept tokens of more next to a block of it."""
+    rows = json.loads(json.dumps(ROWS))
+    evidence = read(rows)
+    wanted = request_of(4.1, concurrency=8)
+    assert served(evidence, wanted, Workload.DOCUMENT) == 1
+    rows["policies"]["keep"]["prefill_block"] = True
+    evidence = read(rows)
+    able = served(evidence, wanted, Workload.DOCUMENT)
+    assert 1 < able < 8
+    result = decide(evidence, replace(wanted, concurrency=able), Workload.DOCUMENT)
+    assert result["policy"] == "keep"
+    assert "prefill_block" in result["settings"]
+
+
 def test_the_longest_request_must_fit_at_start_up():
     """A pool for one prompt of 8,000 tokens, and requests of up to 32,000."""
     evidence = read(ROWS)

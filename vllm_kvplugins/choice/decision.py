@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from vllm_kvplugins.choice.candidates import (
     options_for,
     unsuitable,
 )
-from vllm_kvplugins.choice.evidence import KL, MULTIKEY, PASSKEY, Evidence
+from vllm_kvplugins.choice.evidence import KL, MULTIKEY, PASSKEY, Evidence, Measured
 from vllm_kvplugins.choice.requests import Request, Workload
 
 STOCK = "stock"
@@ -97,7 +98,9 @@ def served(
 
     vLLM queues requests that do not fit, so a limit such as ``--max-num-seqs`` is no
     reason to keep less of each. The policy that is best for one request decides: as
-    many as fit with it as measured, at a tenth of the context or more.
+    many as fit with it as measured, at a tenth of the context or more. If stock vLLM
+    holds as many, and the policy keeps all tokens, then also with a ``prefill_block``,
+    which changes where the tokens of a prompt lie and not what they attend to.
     """
     one = replace(request, concurrency=1)
     options, _ = options_for(evidence, one, workload, min_score)
@@ -112,13 +115,27 @@ def served(
         and cell.share >= least
         and not unsuitable(cell, evidence, workload, min_score)
     ]
+    number = _most(cells, evidence, request, best.prefill_block is not None)
+    held_by_stock = request.usable // request.stock_request
+    if number <= held_by_stock and evidence.contracts[best.cell.policy].keeps_all:
+        number = _most(cells, evidence, request, with_prefill_block=True)
+    return number
+
+
+def _most(
+    cells: Sequence[Measured],
+    evidence: Evidence,
+    request: Request,
+    with_prefill_block: bool,
+) -> int:
+    """The largest number of requests that fit with one of the cells; at least 1."""
 
     def fit(number: int) -> bool:
         several = replace(request, concurrency=number)
         found = [fitting(cell, evidence, several) for cell in cells]
         return any(
             isinstance(option, Option)
-            and (option.prefill_block is None or best.prefill_block is not None)
+            and (option.prefill_block is None or with_prefill_block)
             for option in found
         )
 

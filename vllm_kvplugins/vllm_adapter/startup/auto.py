@@ -202,7 +202,7 @@ def _log(
         text.insert(
             2,
             f"for: {asked.concurrency} of {wanted.concurrency} requests at a time, "
-            "which fit as measured; others wait",
+            "which fit; others wait",
         )
     command = report.recommend_command(
         asked, settings.workload.value, settings.min_score
