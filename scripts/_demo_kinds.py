@@ -61,10 +61,13 @@ def plan_of(name: str, settings: str = "") -> Plan:
     """
     if name == STOCK:
         return Plan(STOCK, STOCK, "document")
-    from vllm_kvplugins.config import parse_options, parse_policy
+    from vllm_kvplugins.config import is_auto, parse_auto, parse_options, parse_policy
     from vllm_kvplugins.policies import PolicyKind, kind_of
 
     options = parse_options(settings) if settings else {}
+    if is_auto(name):  # serve.sh checks its settings here, and shows no demo
+        parse_auto({"name": name} | options)
+        return Plan(name, name, "document", settings)
     policy = parse_policy({"name": name} | options)
     kind = kind_of(policy)
     if not settings and (fitting := _fitting_settings(type(policy), kind)):

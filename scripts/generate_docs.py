@@ -8,8 +8,9 @@ A page marks each generated part with two comments:
     <!-- generated: settings snapkv -->
     <!-- end -->
 
-    settings NAME    table of settings of a policy, of ``sessions`` or of ``kernel``,
-                     from the pydantic models
+    settings NAME    table of settings of a policy, of ``auto``, ``sessions`` or
+                     ``kernel``, from the pydantic models
+    auto             what ``--kv-policy auto`` chooses and how it answers
     figures POLICY   list of measured figures of a policy, from docs/research
     verdict POLICY   what the evidence shows about a policy, by paired tests
     evidence-summary, evidence-headline   the best policies; a bullet of the README
@@ -28,12 +29,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import _docs_auto as auto
 import _docs_evidence as evidence
 import _docs_figures as figures
 import _docs_imports as imports
 import _docs_matrix as matrix
 from pydantic import BaseModel
 
+from vllm_kvplugins.choice.settings import AutoSettings
 from vllm_kvplugins.cli.settings import Setting, settings_of
 from vllm_kvplugins.config import KernelSettings, PrefixSettings
 from vllm_kvplugins.policies.registry import get_policy_class
@@ -43,6 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PART = re.compile(r"(<!-- generated: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 OTHER_SETTINGS: dict[str, type[BaseModel]] = {
+    "auto": AutoSettings,
     "sessions": SessionSettings,
     "kernel": KernelSettings,
     "prefix": PrefixSettings,
@@ -56,7 +60,7 @@ EXPLAINED = {
 
 
 def settings_table(name: str) -> str:
-    """The settings of a policy, of ``sessions``, ``kernel`` or ``prefix``."""
+    """The settings of a policy, or of one of ``OTHER_SETTINGS``."""
     settings = settings_of(OTHER_SETTINGS.get(name) or get_policy_class(name))
     if not settings:
         return "It has no settings.\n"
@@ -83,6 +87,7 @@ def cell(text: str) -> str:
 
 KINDS: dict[str, Callable[..., str]] = {
     "settings": settings_table,
+    "auto": auto.tables,
     "verdict": evidence.verdict,
     "evidence": evidence.evidence_tables,
     "evidence-summary": evidence.summary,

@@ -6,7 +6,7 @@
 From ``benchmarks/results/evidence-*.jsonl``, in this order:
 
 1. ``benchmarks/results/evidence.json``: a cell per model, policy and share
-2. ``vllm_kvplugins/cli/evidence.json``: what ``kvplugins recommend`` reads
+2. ``vllm_kvplugins/choice/evidence.json``: what ``kvplugins recommend`` reads
 3. ``docs/img/evidence.svg``
 4. the generated parts of the documentation
 
@@ -35,7 +35,7 @@ from _evidence_report import Model, cells_of, draw  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 CELLS = RESULTS / "evidence.json"
 PICTURE = ROOT / "docs" / "img" / "evidence.svg"
-PACKED = ROOT / "vllm_kvplugins" / "cli" / "evidence.json"
+PACKED = ROOT / "vllm_kvplugins" / "choice" / "evidence.json"
 
 
 def evidence() -> list[Model]:

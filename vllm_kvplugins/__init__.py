@@ -19,7 +19,7 @@ def engine_args(policy: str, **options: Any) -> dict[str, Any]:
     """Keyword arguments for ``vllm.LLM`` that enable a policy.
 
     Args:
-        policy: a name from ``kvplugins list``.
+        policy: a name from ``kvplugins list``, or ``auto``.
         options: the policy's settings, for example ``budget=512``.
 
     Returns:
@@ -29,10 +29,10 @@ def engine_args(policy: str, **options: Any) -> dict[str, Any]:
     Raises:
         KVPolicyError: the policy or a setting is unknown, or a value is invalid.
     """
-    from vllm_kvplugins.config import parse_policy
+    from vllm_kvplugins.config import check_request
 
     request = {"name": policy, **options}
-    parse_policy(request)
+    check_request(request)
     return {"additional_config": {"kv_policy": request}}
 
 

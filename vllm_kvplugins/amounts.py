@@ -1,4 +1,4 @@
-"""Amounts of memory as users write them."""
+"""Amounts of memory as users write and read them."""
 
 from __future__ import annotations
 
@@ -32,3 +32,11 @@ def bytes_of(text: str) -> int | None:
     """Bytes of ``"8GiB"``; None if the text has another form."""
     match = _AMOUNT.fullmatch(text)
     return int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
+
+
+def amount(num_bytes: int) -> str:
+    """Format bytes in the largest unit in which the value is at least 1."""
+    for unit in ("GiB", "MiB", "KiB"):
+        if num_bytes >= _UNITS[unit.lower()]:
+            return f"{num_bytes / _UNITS[unit.lower()]:,.2f} {unit}"
+    return f"{num_bytes:,} B"

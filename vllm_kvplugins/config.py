@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_kvplugins.choice.settings import AUTO, AutoSettings
 from vllm_kvplugins.errors import KVPolicyError, coded, codes_in, refuse
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.policies.registry import get_policy_class
@@ -60,16 +61,7 @@ def parse_policy(request: Any) -> KVCachePolicy:
     Raises:
         KVPolicyError: the policy cannot be configured in this way; lists all reasons.
     """
-    if isinstance(request, str):
-        request = {"name": request}
-    if not isinstance(request, dict) or not isinstance(request.get("name"), str):
-        raise KVPolicyError(
-            coded(
-                "KVP029",
-                "kv_policy must be the name of a policy or a mapping with a 'name', "
-                f'such as {{"name": "snapkv", "budget": 512}}; got {request!r}',
-            )
-        )
+    request = named(request)
     cls = get_policy_class(request["name"])
     sessions, kernel = session_part(request), _kernel_part(request)
     prefix = _prefix_part(request)
@@ -91,6 +83,82 @@ def parse_policy(request: Any) -> KVCachePolicy:
     refuse(f"KV policy {cls.name!r} cannot be configured like this", reasons)
     assert policy is not None, "a policy that was not built has reasons"
     return policy
+
+
+def named(request: Any) -> dict[str, Any]:
+    """The request as a mapping with a name.
+
+    Raises:
+        KVPolicyError: KVP029, it is neither a name nor a mapping with one.
+    """
+    if isinstance(request, str):
+        request = {"name": request}
+    if not isinstance(request, dict) or not isinstance(request.get("name"), str):
+        raise KVPolicyError(
+            coded(
+                "KVP029",
+                "kv_policy must be the name of a policy or a mapping with a 'name', "
+                f'such as {{"name": "snapkv", "budget": 512}}; got {request!r}',
+            )
+        )
+    return request
+
+
+def is_auto(request: Any) -> bool:
+    """Whether the user asked for ``auto``, which stands for a policy."""
+    return bool(named(request)["name"] == AUTO)
+
+
+def check_request(request: Any) -> None:
+    """Raise if no engine can be configured like this.
+
+    Raises:
+        KVPolicyError: see ``parse_policy`` and ``parse_auto``.
+    """
+    if is_auto(request):
+        parse_auto(request)
+    else:
+        parse_policy(request)
+
+
+def parse_auto(request: Any) -> tuple[AutoSettings, dict[str, Any]]:
+    """Read ``{"name": "auto", "workload": "chat", …}``.
+
+    Returns:
+        ``auto``'s own settings; those of sessions, kernel and shared prefix, for
+        whichever policy is chosen.
+
+    Raises:
+        KVPolicyError: KVP051, a setting belongs to a policy; or a value is invalid.
+    """
+    request = named(request)
+    parts: dict[type[BaseModel], dict[str, Any]] = {
+        SessionSettings: session_part(request),
+        KernelSettings: _kernel_part(request),
+        PrefixSettings: _prefix_part(request),
+    }
+    passed = {key: value for part in parts.values() for key, value in part.items()}
+    own = {k: v for k, v in request.items() if k != "name" and k not in passed}
+    unknown = sorted(own.keys() - AutoSettings.model_fields)
+    known = {k: v for k, v in own.items() if k not in unknown}
+    settings, reasons = _validated(AutoSettings, known)
+    reasons += [_not_of_auto(name) for name in unknown]
+    for cls, part in parts.items():
+        reasons += _validated(cls, part)[1]
+    refuse(f"KV policy {AUTO!r} cannot be configured like this", reasons)
+    assert settings is not None, "settings that were not built have reasons"
+    return settings, passed
+
+
+def _not_of_auto(name: str) -> str:
+    taken = [*AutoSettings.model_fields, *KernelSettings.model_fields]
+    taken += [*PrefixSettings.model_fields, *SESSION_SETTINGS]
+    return coded(
+        "KVP051",
+        f"{AUTO} does not take {name!r}: it chooses the policy and its settings; "
+        f"remove it, or name a policy instead of {AUTO} (settings: "
+        f"{', '.join(taken)})",
+    )
 
 
 def _validated(

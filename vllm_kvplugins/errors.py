@@ -66,6 +66,11 @@ CODES: dict[str, str] = {
     "KVP048": "--async-scheduling is set together with speculative decoding",
     "KVP049": "the policy or the model cannot run next to another KV connector",
     "KVP050": "shared_prefix is set, but the policy or the engine shares no prefixes",
+    "KVP051": "auto does not take a setting of a policy",
+    "KVP052": "auto stands for a policy where one must be named",
+    "KVP053": "auto found no policy, and stock vLLM does not fit either",
+    "KVP054": "auto cannot estimate the KV cache of this engine",
+    "KVP055": "auto would choose on each node of an engine on several nodes",
     # 100-199: policies, budgets and plans
     "KVP100": "no policy has this name",
     "KVP101": "the import path of a policy is not 'module:Class'",

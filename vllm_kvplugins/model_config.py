@@ -429,6 +429,25 @@ def read_model_config(model: str, dtype: str) -> ConfigOnlyModel:
     return ConfigOnlyModel(model, f"torch.{dtype}", config)
 
 
+def weights_bytes(model: str) -> int | None:
+    """Bytes of a model's files with weights.
+
+    Args:
+        model: as for ``read_model_config``.
+
+    Returns:
+        None if they are not on this machine.
+    """
+    try:
+        folder = _config_path(model).parent
+    except KVPolicyError:
+        return None
+    for pattern in ("model*.safetensors", "*.safetensors", "*.bin"):
+        if files := list(folder.glob(pattern)):
+            return sum(path.stat().st_size for path in files)
+    return None
+
+
 def _config_path(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_file():

@@ -106,11 +106,13 @@ def test_list_shows_names_types_defaults_and_descriptions():
         assert text in done.stdout
 
 
-@pytest.mark.parametrize("name", ["protokv", "pyramid", "sessions", "kernel", "prefix"])
+@pytest.mark.parametrize(
+    "name", ["protokv", "pyramid", "auto", "sessions", "kernel", "prefix"]
+)
 def test_list_name_shows_one_entry_with_its_documentation(name):
     everything = json.loads(runner.invoke(app, ["list", "--json"]).stdout)
     lists = [everything["policies"], everything["allocators"]]
-    others = [everything[other] for other in ("sessions", "kernel", "prefix")]
+    others = [everything[other] for other in ("auto", "sessions", "kernel", "prefix")]
     entries = [*itertools.chain(*lists), *others]
     expected = next(entry for entry in entries if entry["name"] == name)
     done = runner.invoke(app, ["list", name, "--json"])
@@ -144,7 +146,8 @@ def test_list_of_an_unknown_name_shows_allocators_too():
     assert done.exit_code == 1
     assert codes_in(done.stderr) == ("KVP100",)
     assert "Did you mean 'pyramid'?" in done.stderr
-    for name in (*available_policies(), *ALLOCATORS, "sessions", "kernel", "prefix"):
+    others = ("auto", "sessions", "kernel", "prefix")
+    for name in (*available_policies(), *ALLOCATORS, *others):
         assert name in done.stderr
 
 

@@ -23,7 +23,7 @@ LAYERS = [
     "engine",
     "policies",
     "routers",
-    "spans episodes index budgets",
+    "spans episodes index budgets choice",
     "ops model_memory",
     "scoring plan",
     "model_config log_throttle default_model amounts",

@@ -6,14 +6,17 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from vllm_kvplugins.cli import app, recommend
-from vllm_kvplugins.cli.evidence import load, read
+from vllm_kvplugins.choice.decision import decide, served
+from vllm_kvplugins.choice.evidence import load, read
+from vllm_kvplugins.choice.requests import Request, Workload
+from vllm_kvplugins.cli import app
 from vllm_kvplugins.errors import codes_in
 
 ROOT = Path(__file__).parents[2]
@@ -105,8 +108,20 @@ def ask(
     context: int = 32000,
     concurrency: int = 8,
     host_memory: float | None = None,
+    min_score: float = 0.0,
 ) -> dict[str, Any]:
-    request = recommend.Request(
+    request = request_of(memory, context, concurrency, host_memory)
+    return decide(read(rows), request, Workload(workload), min_score)
+
+
+def request_of(
+    memory: float,
+    context: int = 32000,
+    concurrency: int = 8,
+    host_memory: float | None = None,
+    longest: int = 0,
+) -> Request:
+    return Request(
         model="m",
         prompt_tokens=context,
         answer_tokens=512,
@@ -115,8 +130,8 @@ def ask(
         host_memory=None if host_memory is None else int(host_memory * GIB),
         token_bytes=131072,
         block_size=32,
+        longest=longest,
     )
-    return recommend.recommendation(read(rows), request, recommend.Workload(workload))
 
 
 @pytest.mark.parametrize(
@@ -208,6 +223,91 @@ def test_policies_measured_on_some_models_only_are_left_out():
     assert result["policy"] == "drop"
     assert "keep" in result["excluded"]
     assert result["alternatives"][0]["pass_keys"] == (28, 40)
+
+
+# -- ties, losses, and requests that wait --------------------------------------------
+
+
+def test_the_faster_policy_is_better_among_equals():
+    """Divergences within a hundredth of a nat count as equal."""
+    speed = {"tokens_per_s_ratio": 1.1, "first_token_ms_ratio": 1.0}
+    rows = content(
+        cell("near", 0.2, 15, 0.100, host_share=0.5),
+        cell("fast", 0.2, 15, 0.108, host_share=1.0, **speed),
+        near=contract(turns=True),
+        fast=contract(turns=True),
+    )
+    assert ask(rows, "chat", memory=14)["policy"] == "fast"
+    rows["models"][0]["cells"][1]["kl"]["mean"] = 0.112
+    assert ask(rows, "chat", memory=14)["policy"] == "near"
+
+
+def test_policies_that_lose_too_many_keys_are_left_out():
+    assert ask(ROWS, "document", 14, host_memory=0, min_score=0.7)["policy"] == "drop"
+    result = ask(ROWS, "document", 14, host_memory=0, min_score=0.75)
+    assert result["policy"] == "stock"
+    assert "70%" in result["excluded"]["drop"]
+    (why, waits) = result["reasons"]
+    assert "drop at 20%" in why
+    assert "3 requests" in waits
+
+
+def test_the_model_where_fewest_keys_are_found_counts():
+    rows = json.loads(json.dumps(ROWS))
+    other = json.loads(json.dumps(rows["models"][0])) | {"model": "other"}
+    for each in other["cells"]:
+        each["passkey"] = each["multikey"] = {"samples": 20, "mean": 1, "found": 20}
+    rows["models"].append(other)
+    assert ask(rows, "document", 14, host_memory=0, min_score=0.75)["policy"] == "stock"
+
+
+def test_requests_that_do_not_fit_wait_instead_of_losing_answers():
+    """A limit of 256 requests is no reason to keep a twentieth of each."""
+    rows = content(cell("drop", 0.05, 4, 0.9), cell("drop", 0.1, 18, 0.3))
+    evidence = read(rows)
+    wanted = request_of(14, concurrency=256)
+    able = served(evidence, wanted, Workload.DOCUMENT)
+    assert 8 < able < 256
+    result = decide(evidence, replace(wanted, concurrency=able), Workload.DOCUMENT)
+    assert (result["policy"], result["alternatives"][0]["share"]) == ("drop", 0.1)
+    more = replace(wanted, concurrency=able + 1)
+    assert decide(evidence, more, Workload.DOCUMENT)["alternatives"][0]["share"] == 0.05
+
+
+def test_host_memory_limits_the_requests_at_a_time():
+    evidence = read(ROWS)
+    wanted = request_of(14, concurrency=256, host_memory=20)
+    able = served(evidence, wanted, Workload.DOCUMENT)
+    # 4.0 GiB of host memory for each under "keep"
+    assert able == 5
+    chosen = decide(evidence, replace(wanted, concurrency=able), Workload.DOCUMENT)
+    assert chosen["policy"] == "keep"
+
+
+def test_a_pool_for_one_prompt_holds_several_that_are_in_host_memory():
+    """One of 3.9 GiB, or the kept tokens of more next to a block of it."""
+    rows = json.loads(json.dumps(ROWS))
+    evidence = read(rows)
+    wanted = request_of(4.1, concurrency=8)
+    assert served(evidence, wanted, Workload.DOCUMENT) == 1
+    rows["policies"]["keep"]["prefill_block"] = True
+    evidence = read(rows)
+    able = served(evidence, wanted, Workload.DOCUMENT)
+    assert 1 < able < 8
+    result = decide(evidence, replace(wanted, concurrency=able), Workload.DOCUMENT)
+    assert result["policy"] == "keep"
+    assert "prefill_block" in result["settings"]
+
+
+def test_the_longest_request_must_fit_at_start_up():
+    """A pool for one prompt of 8,000 tokens, and requests of up to 32,000."""
+    evidence = read(ROWS)
+    short = request_of(2, context=8000, concurrency=2)
+    assert decide(evidence, short, Workload.DOCUMENT)["policy"] == "keep"
+    long = replace(short, longest=32000)
+    result = decide(evidence, long, Workload.DOCUMENT)
+    assert "whole prompt" in result["excluded"]["keep"]
+    assert "prefill_block" in result["settings"]
 
 
 # -- the command, with the package's own rows --------------------------------------

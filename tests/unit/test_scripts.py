@@ -90,6 +90,7 @@ def setup_text() -> str:
         (["--policy", "none", "--policy-config", "{}"], "got --policy none"),
         (["--demo=some"], "--demo takes 'all' or nothing, got 'some'"),
         (["--demo", "all", "--policy", "tova"], "leave --policy out"),
+        (["--demo", "--policy", "auto"], "auto takes none"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str], message: str) -> None:

@@ -15,8 +15,8 @@ from tiers import tiered
 from typer.testing import CliRunner
 
 from vllm_kvplugins import recurrent_states
+from vllm_kvplugins.amounts import amount
 from vllm_kvplugins.cli import app
-from vllm_kvplugins.cli.size import amount
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError, codes_in
 from vllm_kvplugins.model_config import ConfigOnlyModel

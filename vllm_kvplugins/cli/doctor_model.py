@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_kvplugins.amounts import amount
 from vllm_kvplugins.cli import model_checks
-from vllm_kvplugins.cli.size import amount
 from vllm_kvplugins.errors import KVPolicyError, codes_in
 
 if TYPE_CHECKING:

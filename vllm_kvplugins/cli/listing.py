@@ -22,8 +22,8 @@ def list_policies(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="Show only this policy, allocator, 'sessions' or 'kernel', with its "
-            "documentation.",
+            help="Show only this policy, allocator, 'auto', 'sessions' or 'kernel', "
+            "with its documentation.",
         ),
     ] = None,
     as_json: Annotated[
@@ -48,6 +48,8 @@ def list_policies(
         console.print(
             f"[bold red]{escape(entry['name'])}[/]  {escape(entry['problem'])}\n"
         )
+    console.print("[bold]Automatic choice[/]  (--kv-policy auto)\n")
+    _print_entry(console, listed["auto"])
     console.print("[bold]Sessions[/]  (with any policy)\n")
     _print_entry(console, listed["sessions"])
     console.print("[bold]Kernel[/]  (with any policy)\n")
@@ -63,13 +65,15 @@ def catalogue() -> dict[str, Any]:
     """All policies and allocators as plain data, as printed by ``--json``.
 
     Returns:
-        ``policies`` and ``allocators``: lists of entries; ``sessions``, ``kernel`` and
-        ``prefix``: one entry each. An entry has ``name``, ``summary``, ``description``
-        (the docstring of the class) and ``settings`` (each with ``name``, ``type``,
-        ``default``, ``required``, ``description``). ``broken``: ``name`` and
-        ``problem`` of each policy of another package that cannot be loaded.
+        ``policies`` and ``allocators``: lists of entries; ``auto``, ``sessions``,
+        ``kernel`` and ``prefix``: one entry each. An entry has ``name``, ``summary``,
+        ``description`` (the docstring of the class) and ``settings`` (each with
+        ``name``, ``type``, ``default``, ``required``, ``description``). ``broken``:
+        ``name`` and ``problem`` of each policy of another package that cannot be
+        loaded.
     """
     from vllm_kvplugins.budgets import ALLOCATORS
+    from vllm_kvplugins.choice.settings import AUTO, AutoSettings
     from vllm_kvplugins.cli.settings import first_line
     from vllm_kvplugins.config import KernelSettings, PrefixSettings
     from vllm_kvplugins.policies.registry import (
@@ -92,6 +96,11 @@ def catalogue() -> dict[str, Any]:
             for name, problem in problems.items()
             if problem
         ],
+        "auto": _entry(
+            AUTO,
+            "no policy: an engine chooses one for it when it starts, and logs why",
+            AutoSettings,
+        ),
         "sessions": _entry(
             "sessions",
             "keep the compressed cache of a request for its continuation",
@@ -131,6 +140,7 @@ def _entry_of(listed: dict[str, Any], name: str) -> dict[str, Any]:
     entries = [
         *listed["policies"],
         *listed["allocators"],
+        listed["auto"],
         listed["sessions"],
         listed["kernel"],
         listed["prefix"],
@@ -147,7 +157,7 @@ def _entry_of(listed: dict[str, Any], name: str) -> dict[str, Any]:
 def _unknown(name: str, listed: dict[str, Any]) -> str:
     policies = [entry["name"] for entry in (*listed["policies"], *listed["broken"])]
     allocators = [entry["name"] for entry in listed["allocators"]]
-    others = ["sessions", "kernel", "prefix"]
+    others = ["auto", "sessions", "kernel", "prefix"]
     near = difflib.get_close_matches(name, [*policies, *allocators, *others], n=1)
     return (
         f"nothing is called {name!r}.{f' Did you mean {near[0]!r}?' if near else ''} "

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_kvplugins.amounts import amount
 from vllm_kvplugins.cli import model_checks
 from vllm_kvplugins.cli.console import out, user_errors
 from vllm_kvplugins.errors import KVPolicyError, coded, refuse
@@ -500,11 +501,3 @@ def element_bytes(dtype: str) -> int:
         message = f"--dtype {dtype} is none of {', '.join(_ELEMENT_BYTES)}"
         raise KVPolicyError(coded("KVP603", message))
     return _ELEMENT_BYTES[dtype]
-
-
-def amount(num_bytes: int) -> str:
-    """Format bytes in the largest unit in which the value is at least 1."""
-    for unit, unit_bytes in (("GiB", _GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= unit_bytes:
-            return f"{num_bytes / unit_bytes:,.2f} {unit}"
-    return f"{num_bytes:,} B"

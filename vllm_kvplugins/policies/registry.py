@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 # The entry-point group in which other packages list policies, "name = module:Class".
 ENTRY_POINTS = "vllm_kvplugins.policies"
 
+# Names that stand for a policy, chosen at start-up, and therefore are none.
+_RESERVED = ("auto",)
+
 # Name on the command line -> "module:Class". The module is imported on first use.
 _POLICIES: dict[str, str] = {
     "expected-attention": (
@@ -55,7 +58,8 @@ _POLICIES: dict[str, str] = {
 def _outside() -> dict[str, str]:
     """Policies of installed packages. Names of this package take precedence."""
     entries = entry_points(group=ENTRY_POINTS)
-    return {entry.name: entry.value for entry in entries if entry.name not in _POLICIES}
+    taken = {*_POLICIES, *_RESERVED}
+    return {entry.name: entry.value for entry in entries if entry.name not in taken}
 
 
 def _all() -> dict[str, str]:
@@ -91,7 +95,7 @@ def register_policy(name: str, path: str) -> None:
         raise KVPolicyError(
             coded("KVP101", f"policy path must be 'module:Class', got {path!r}")
         )
-    taken = _all().get(name, path)
+    taken = "--kv-policy" if name in _RESERVED else _all().get(name, path)
     if taken != path:
         raise KVPolicyError(
             coded(
@@ -106,10 +110,18 @@ def get_policy_class(name: str) -> type[KVCachePolicy]:
     """The class of a policy.
 
     Raises:
-        KVPolicyError: KVP100, no policy has this name (the message suggests one);
-            KVP103, it cannot be imported; KVP104 to KVP107, it is not a policy of this
-            name and this version of the contract.
+        KVPolicyError: KVP052, the name stands for a policy; KVP100, no policy has this
+            name (the message suggests one); KVP103, it cannot be imported; KVP104 to
+            KVP107, it is not a policy of this name and this version of the contract.
     """
+    if name in _RESERVED:
+        raise KVPolicyError(
+            coded(
+                "KVP052",
+                f"{name!r} is no policy: an engine chooses one for it when it starts; "
+                "name the policy that its log or `kvplugins recommend` shows",
+            )
+        )
     path = _all().get(name)
     if path is None:
         near = difflib.get_close_matches(str(name), available_policies(), n=1)

@@ -117,6 +117,12 @@ def left_open_max_model_len(model: Any) -> bool:
     return getattr(model, "original_max_model_len", 0) in (None, -1)
 
 
+def fits_max_model_len(model: Any) -> bool:
+    """Whether vLLM lowers ``max_model_len`` to what the pool holds
+    (``--max-model-len auto``)."""
+    return bool(getattr(model, "original_max_model_len", 0) == -1)
+
+
 def lower_max_model_len(vllm_config: VllmConfig, max_model_len: int) -> None:
     """Limit the length of sequences; ``max_positions`` stays the same."""
     model = vllm_config.model_config

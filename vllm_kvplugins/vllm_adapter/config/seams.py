@@ -85,7 +85,8 @@ _EVERYWHERE = {
     # Configuration with --kv-policy; validation of requests.
     "vllm.engine.arg_utils:EngineArgs": "add_cli_args(parser) from_cli_args(args) "
     "create_engine_config() additional_config block_size kv_transfer_config "
-    "scheduler_cls speculative_config worker_cls async_scheduling",
+    "scheduler_cls speculative_config worker_cls async_scheduling data_parallel_size "
+    "data_parallel_size_local nnodes",
     "vllm.v1.engine.input_processor:InputProcessor": "process_inputs(prompt resumable)",
     "vllm.v1.engine.async_llm:AsyncLLM": "add_request(request_id prompt) "
     "generate(prompt sampling_params request_id)",
@@ -118,9 +119,10 @@ _EVERYWHERE = {
     "data_parallel_rank_local data_parallel_size_local local_engines_only rank "
     "world_size local_world_size",
     "vllm.config:CacheConfig": "block_size cache_dtype num_gpu_blocks sliding_window "
-    "enable_prefix_caching mamba_cache_mode prefix_match_unit",
+    "enable_prefix_caching mamba_cache_mode prefix_match_unit num_gpu_blocks_override "
+    "kv_cache_memory_bytes gpu_memory_utilization",
     "vllm.platforms.interface:Platform": "_align_hybrid_block_size(vllm_config "
-    "backend_cls)",
+    "backend_cls) get_device_total_memory()",
     "vllm.config:KVTransferConfig": "kv_connector kv_connector_module_path kv_role "
     "kv_connector_extra_config engine_id",
     "vllm.config:ModelConfig": "get_num_layers(parallel_config) get_head_size() "

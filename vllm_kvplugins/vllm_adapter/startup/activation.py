@@ -9,11 +9,11 @@ without a policy.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvplugins.config import CONFIG_KEY
+from vllm_kvplugins.config import CONFIG_KEY, parse_policy
 from vllm_kvplugins.errors import refuse
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config import (
@@ -54,6 +54,33 @@ _CPU_BLOCK_SIZE, _GPU_BLOCK_SIZE = 32, 16
 # -- front end: the configuration ---------------------------------------------
 
 
+def configured(
+    args: EngineArgs, request: Any, build: Callable[[EngineArgs], VllmConfig]
+) -> VllmConfig:
+    """The configuration of an engine with a policy.
+
+    Args:
+        args: ``additional_config`` holds the request.
+        request: what the user asked for, for ``parse_policy``.
+        build: vLLM's ``create_engine_config``.
+
+    Raises:
+        KVPolicyError: the policy cannot run like this; lists all reasons.
+    """
+    policy = parse_policy(request)
+    with prepared(args, policy):
+        vllm_config = build(args)
+    finish_config(args, vllm_config, policy)
+    return vllm_config
+
+
+def default_block_size() -> int:
+    """Tokens per block with a policy, unless the user sets ``--block-size``."""
+    from vllm.platforms import current_platform
+
+    return _CPU_BLOCK_SIZE if current_platform.is_cpu() else _GPU_BLOCK_SIZE
+
+
 @contextmanager
 def prepared(args: EngineArgs, policy: KVCachePolicy) -> Iterator[None]:
     """Set our connector and block size while vLLM resolves its configuration.
@@ -66,8 +93,6 @@ def prepared(args: EngineArgs, policy: KVCachePolicy) -> Iterator[None]:
     # Before all other checks, which may fail to import on an unknown vLLM.
     refuse(f"KV policy {policy.name!r} cannot run on this vLLM", compat.problems())
 
-    from vllm.platforms import current_platform
-
     refuse(
         f"KV policy {policy.name!r} cannot run with these engine settings",
         validation.argument_problems(args),
@@ -75,8 +100,7 @@ def prepared(args: EngineArgs, policy: KVCachePolicy) -> Iterator[None]:
     saved = (args.kv_transfer_config, args.block_size)
     args.kv_transfer_config = kv_connectors.composed(args.kv_transfer_config)
     if args.block_size is None:
-        on_cpu = current_platform.is_cpu()
-        args.block_size = _CPU_BLOCK_SIZE if on_cpu else _GPU_BLOCK_SIZE
+        args.block_size = default_block_size()
     try:
         with speculation.without_async_scheduling(args):
             yield

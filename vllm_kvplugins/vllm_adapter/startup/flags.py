@@ -13,10 +13,16 @@ from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_kvplugins.config import CONFIG_KEY, parse_options, parse_policy
+from vllm_kvplugins.choice.settings import AUTO
+from vllm_kvplugins.config import (
+    CONFIG_KEY,
+    check_request,
+    is_auto,
+    parse_options,
+)
 from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.policies.registry import available_policies
-from vllm_kvplugins.vllm_adapter.startup import refusals
+from vllm_kvplugins.vllm_adapter.startup import auto, refusals
 
 _INSTALLED = "_kvplugins_installed"
 
@@ -46,7 +52,8 @@ def _wrap_add_cli_args() -> None:
             type=str,
             default=None,
             metavar="NAME",
-            help="KV-cache policy: " + ", ".join(available_policies()) + ".",
+            help=f"KV-cache policy: {AUTO}, which chooses one by measurements and "
+            f"logs why, or {', '.join(available_policies())}.",
         )
         group.add_argument(
             "--kv-policy-config",
@@ -54,7 +61,8 @@ def _wrap_add_cli_args() -> None:
             default=None,
             metavar="JSON",
             help="Settings of the policy as a JSON object, for example "
-            "'{\"budget\": 512}'. `kvplugins list` shows what each policy takes.",
+            "'{\"budget\": 512}'. `kvplugins list` shows what each policy takes, and "
+            f"what {AUTO} takes.",
         )
         return parser
 
@@ -79,7 +87,10 @@ def _wrap_from_cli_args() -> None:
                     )
                 )
             args.additional_config = config | {CONFIG_KEY: request}
+            # Processes that get these arguments find the request in one place.
+            args.kv_policy = args.kv_policy_config = None
         engine_args: EngineArgs = original(cls, args)
+        auto.remember_arguments(engine_args, args)
         return engine_args
 
     EngineArgs.from_cli_args = classmethod(from_cli_args)
@@ -99,7 +110,7 @@ def _request_from_flags(args: argparse.Namespace) -> dict[str, Any] | None:
             )
         return None
     request = {"name": name} | (parse_options(options) if options else {})
-    parse_policy(request)
+    check_request(request)
     return request
 
 
@@ -110,15 +121,18 @@ def _wrap_create_engine_config() -> None:
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         from vllm_kvplugins.vllm_adapter.startup import activation
 
+        def build(engine_args: EngineArgs) -> Any:
+            return original(engine_args, *args, **kwargs)
+
         config = self.additional_config
         request = config.get(CONFIG_KEY) if isinstance(config, dict) else None
         if request is None:
             activation.deactivate()
-            return original(self, *args, **kwargs)
-        policy = parse_policy(request)
-        with activation.prepared(self, policy):
-            vllm_config = original(self, *args, **kwargs)
-        activation.finish_config(self, vllm_config, policy)
+            return build(self)
+        if is_auto(request):
+            vllm_config = auto.configured(self, request, build)
+        else:
+            vllm_config = activation.configured(self, request, build)
         refusals.install()
         return vllm_config
 

@@ -1,7 +1,6 @@
-"""The measured policies that ship with the package, read by ``kvplugins recommend``.
+"""The measured policies that ship with the package.
 
-``scripts/publish_evidence.py`` writes ``evidence.json`` from the committed rows. Needs
-neither torch nor vLLM.
+``scripts/publish_evidence.py`` writes ``evidence.json`` from the committed rows.
 """
 
 from __future__ import annotations
@@ -68,6 +67,19 @@ class Measured:
         known = [value for value in values if value is not None]
         return statistics.mean(known) if len(known) == len(values) else None
 
+    def share_of(self, stock: Measured) -> float | None:
+        """Keys found over those that stock finds, mean over both tasks; the model with
+        the smallest share counts. None if a task lacks a measurement."""
+        tasks = (PASSKEY, MULTIKEY)
+        if self.mean(*tasks) is None:
+            return None
+        shares: list[float] = [
+            sum(scores[task]["mean"] for task in tasks)
+            / sum(stock.scores[model][task]["mean"] for task in tasks)
+            for model, scores in self.scores.items()
+        ]
+        return min(shares)
+
     def found(self, task: str) -> tuple[int, int] | None:
         """Keys found and questions asked, over all models."""
         scores = [each[task] for each in self.scores.values() if task in each]
@@ -94,6 +106,18 @@ class Evidence:
     stock: Measured
     cells: tuple[Measured, ...]
     partly: tuple[str, ...]
+
+    def speed_of(self, policy: str) -> float:
+        """Tokens per second over stock's, mean over the cells with three rounds; 0 if
+        the policy has none."""
+        ratios = [
+            speed["tokens_per_s_ratio"]
+            for cell in self.cells
+            if cell.policy == policy
+            for speed in cell.speed.values()
+            if "tokens_per_s_ratio" in speed
+        ]
+        return statistics.mean(ratios) if ratios else 0.0
 
 
 def load() -> Evidence:

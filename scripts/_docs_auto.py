@@ -1,0 +1,116 @@
+"""What ``--kv-policy auto`` chooses at a tenth of the context, and how it answers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmarks" / "quality"))
+
+import _path  # noqa: E402, F401
+from _evidence_auto import (  # noqa: E402
+    MIN_SCORE,
+    Comparison,
+    choose,
+    chosen_by_halves,
+    comparisons,
+    share_of_stock,
+)
+from _evidence_report import Model  # noqa: E402
+from _evidence_samples import KL, MULTIKEY, PASSKEY  # noqa: E402
+
+from vllm_kvplugins.choice.requests import Workload  # noqa: E402
+
+_NAMES = {PASSKEY: "pass key", MULTIKEY: "key of 16", KL: "KL, nats"}
+
+
+@functools.cache
+def _models() -> list[Model]:
+    path = ROOT / "benchmarks" / "results" / "evidence.json"
+    models: list[Model] = json.loads(path.read_text())
+    return models
+
+
+def tables() -> str:
+    """The choices, and the comparison of those with host memory."""
+    return "\n".join([*_choices(), "", *_shares(), "", *_answers(), ""])
+
+
+def _choices() -> Iterator[str]:
+    models = _models()
+    heads = ["workload", "host memory", "`min_score`", "all rows", "first half"]
+    heads += ["second half", *(f"{model['model']} only" for model in models)]
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    for hosted in (True, False):
+        for workload in Workload:
+            for least in (MIN_SCORE, 0.0):
+                if hosted and not least:
+                    continue
+                cells = [choose(models, workload, hosted, least)]
+                cells += chosen_by_halves(models, workload, hosted, least)
+                cells += [choose([m], workload, hosted, least) for m in models]
+                first = [workload.value, "yes" if hosted else "no", f"{least:g}"]
+                yield f"| {' | '.join([*first, *cells])} |"
+
+
+def _shares() -> Iterator[str]:
+    models = _models()
+    yield (
+        f"| at 10 % of the context | {' | '.join(model['model'] for model in models)} |"
+    )
+    yield "|---" * (len(models) + 1) + "|"
+    for workload, hosted, least in _distinct():
+        chosen = chosen_by_halves(models, workload, hosted, least)
+        cells = []
+        for model in models:
+            share, low, high = share_of_stock(model, chosen)
+            cells.append(f"{share:.0%} ({low:.0%} to {high:.0%})")
+        name = " and ".join(dict.fromkeys(chosen))
+        yield f"| keys found by `{name}` / by stock vLLM | {' | '.join(cells)} |"
+
+
+def _distinct() -> Iterator[tuple[Workload, bool, float]]:
+    """Conditions with a policy, one for each choice."""
+    seen = set()
+    for hosted, least in ((True, MIN_SCORE), (False, 0.0)):
+        for workload in Workload:
+            chosen = chosen_by_halves(_models(), workload, hosted, least)
+            if chosen not in seen:
+                seen.add(chosen)
+                yield workload, hosted, least
+
+
+def _answers() -> Iterator[str]:
+    yield (
+        "| model | task | `auto` | stock | best single policy at 10 % | its worse end "
+        "| paired difference |"
+    )
+    yield "|---" * 7 + "|"
+    rows = {}
+    for workload in Workload:
+        for each in comparisons(_models(), workload):
+            rows[each.model, each.task, each.policies] = each
+    yield from (_answer(each) for each in rows.values())
+
+
+def _answer(each: Comparison) -> str:
+    show = (lambda v: f"{v:.4f}") if each.task == KL else (lambda v: f"{v:.2f}")
+    gap = "0 on every sample"
+    if each.low is not None and each.high is not None:
+        mean = each.own - each.best if each.task != KL else each.best - each.own
+        gap = f"{mean:+.4f} ({each.low:+.4f} to {each.high:+.4f})"
+    cells = [
+        each.model,
+        _NAMES[each.task],
+        f"{show(each.own)} ({' and '.join(each.policies)})",
+        show(each.stock),
+        f"{show(each.best)} ({each.rival})",
+        show(each.worst),
+        gap,
+    ]
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,121 @@
+"""``auto`` wins by the committed rows, or it is not shipped."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from _evidence_auto import (
+    MIN_SCORE,
+    choose,
+    chosen_by_halves,
+    comparisons,
+    halves,
+    scores_of,
+    share_of_stock,
+)
+from _evidence_report import Model, name_of
+from _evidence_samples import KL, MULTIKEY, PASSKEY
+
+from vllm_kvplugins.choice.requests import Workload
+
+ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "evidence.json"
+EVERY_WORKLOAD = pytest.mark.parametrize("workload", list(Workload))
+
+
+@pytest.fixture(scope="module")
+def models() -> list[Model]:
+    read: list[Model] = json.loads(ROWS.read_text(encoding="utf-8"))
+    return read
+
+
+@EVERY_WORKLOAD
+def test_a_tenth_answers_like_stock_on_every_model(models, workload):
+    """Each half of the contexts is answered by what the other half has chosen."""
+    chosen = chosen_by_halves(models, workload, True, MIN_SCORE)
+    assert "stock" not in chosen, "a tenth of the context, not all of it"
+    for model in models:
+        assert share_of_stock(model, chosen)[0] >= 0.95
+
+
+@EVERY_WORKLOAD
+def test_no_single_policy_is_better_by_more_than_its_interval(models, workload):
+    rows = comparisons(models, workload)
+    assert len(rows) == len(models) * 3
+    assert [each for each in rows if each.is_below] == []
+
+
+def test_a_difference_in_pairs_is_as_small_as_the_documentation_says(models):
+    """``exact-topk`` diverges less on every sample of one model."""
+    worse = [
+        each for each in comparisons(models, Workload.AGENT) if each.is_worse_in_pairs
+    ]
+    assert all(each.task == KL and each.own - each.best < 0.01 for each in worse)
+
+
+@EVERY_WORKLOAD
+def test_without_host_memory_it_does_not_claim_to_win(models, workload):
+    assert choose(models, workload, False, MIN_SCORE) == "stock"
+    anyway = chosen_by_halves(models, workload, False, 0.0)
+    assert min(share_of_stock(model, anyway)[0] for model in models) < 0.95
+
+
+def test_every_sample_is_in_one_half_with_all_of_its_context(models):
+    for model in models:
+        first, second = halves(model)
+        for task, samples in model["samples"].items():
+            assert [not kept for kept in first[task]] == second[task]
+            places: dict[str, set[bool]] = {}
+            for (_, group), kept in zip(samples, first[task], strict=True):
+                places.setdefault(group, set()).add(kept)
+            assert all(len(kept) == 1 for kept in places.values())
+            assert 0.25 < sum(first[task]) / len(samples) < 0.75
+
+
+def test_a_sample_gets_the_score_of_the_policy_that_the_other_half_chose(models):
+    model = models[0]
+    first, _ = halves(model)
+    mixed = scores_of(model, PASSKEY, ("stock", "knorm"))
+    stock = scores_of(model, PASSKEY, ("stock", "stock"))
+    for own, of_stock, in_first in zip(mixed, stock, first[PASSKEY], strict=True):
+        assert own == (0.0 if in_first else of_stock)  # knorm finds nothing
+
+
+def _worse(models: list[Model], policies: set[str], task: str) -> list[Model]:
+    changed = copy.deepcopy(models)
+    for model in changed:
+        for cell in model["cells"]:
+            if name_of(cell) in policies and task in cell:
+                scores = [0.5 * score for score in cell[task]["scores"]]
+                cell[task]["scores"] = scores
+                cell[task]["mean"] = sum(scores) / len(scores)
+    return changed
+
+
+def test_other_rows_give_another_choice(models):
+    changed = _worse(models, {"icecache"}, MULTIKEY)
+    assert choose(models, Workload.AGENT, True, MIN_SCORE) == "icecache"
+    assert choose(changed, Workload.AGENT, True, MIN_SCORE) == "exact-topk"
+
+
+def test_rows_in_which_no_policy_keeps_the_answers_are_seen(models):
+    changed = _worse(models, {"icecache", "exact-topk", "pqcache"}, PASSKEY)
+    assert choose(changed, Workload.AGENT, True, MIN_SCORE) == "stock"
+
+
+def test_a_choice_below_the_best_single_policy_is_seen(models):
+    """If the rule took no notice of what it is compared with."""
+    changed = copy.deepcopy(models)
+    for model in changed:
+        for cell in model["cells"]:
+            if name_of(cell) == "knorm" and KL in cell and cell["share"] == 0.1:
+                cell[KL] = cell[KL] | {
+                    "scores": [0.0] * cell[KL]["samples"],
+                    "mean": 0.0,
+                    "low": 0.0,
+                    "high": 0.0,
+                }
+    rows = comparisons(changed, Workload.DOCUMENT)
+    assert {each.task for each in rows if each.is_below} == {KL}
