@@ -247,7 +247,7 @@ def test_an_engine_with_a_small_pool_frees_blocks(tiny_model):
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_detail_of_a_long_text_is_found_in_a_small_pool(model_path):
-    """Stock vLLM finds it too, in a pool for all of the prompt."""
+    """As stock vLLM finds it, in a pool for all of the prompt."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -266,6 +266,12 @@ def test_a_detail_of_a_long_text_is_found_in_a_small_pool(model_path):
         "max_num_seqs": 8,
         "num_gpu_blocks_override": 90,
     }
+    stock = run_scenario(
+        "scenarios_auto:answers",
+        arguments | {"policy": None, "num_gpu_blocks_override": 600},
+        timeout=1000,
+    )
+    assert "72202" in tokenizer.decode(stock["tokens"]["0"])
     own = run_scenario(
         "scenarios_auto:answers", arguments | {"policy": SHORT}, timeout=1000
     )
