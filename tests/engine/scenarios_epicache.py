@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from driver import Driver, make_llm
-from scenarios_sessions import counts, settle
+from scenarios_sessions import counts, finish, settle
 from texts import random_tokens
 from tiny_model import VOCABULARY
 
@@ -176,6 +178,58 @@ def chats(model: str, policy: dict[str, Any]) -> dict[str, Any]:
         "restored": restored,
         "built": built,
         "restored_after": current - before,
+    }
+
+
+def part_of_a_chat(
+    model: str,
+    policy: dict[str, Any],
+    messages: list[dict[str, str]] | None,
+    queries: list[str],
+    folder: str,
+) -> dict[str, Any]:
+    """A part of a conversation, in an engine that starts for it and then ends.
+
+    Args:
+        messages: of the conversation so far; None: about two topics.
+        folder: where sessions are stored.
+
+    Returns:
+        per query the tokens that were restored and the patched prompt; all messages.
+    """
+    llm = make_llm(model, policy, skip_tokenizer_init=False, max_model_len=4096)
+    driver = Driver(llm)
+    patched: list[str] = []
+    add = driver.core.add_request
+
+    def record(request: Any, *arguments: Any) -> Any:
+        tokens = request.sampling_params.extra_args["patched_prompt"]
+        patched.append(llm.get_tokenizer().decode(tokens))
+        return add(request, *arguments)
+
+    driver.core.add_request = record
+    from vllm import SamplingParams
+
+    messages, restored = messages or _two_topics(), []
+    for query in queries:
+        messages = [*messages, {"role": "user", "content": query}]
+        before = counts(driver)["restored_tokens"]
+        (output,) = llm.chat(
+            messages, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False
+        )
+        settle(driver)
+        restored.append(counts(driver)["restored_tokens"] - before)
+        answer = {"role": "assistant", "content": output.outputs[0].text}
+        messages = [*messages, answer]
+    finish(driver)
+    deadline = time.monotonic() + 20  # files of clusterings are written in a thread
+    while not list(Path(folder).glob("*/*.clustering.safetensors")):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return {"messages": messages, "restored": restored, "patched": patched} | {
+        "counts": counts(driver),
+        "tracked": driver.check_policy_state(),
     }
 
 

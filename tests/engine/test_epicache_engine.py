@@ -8,6 +8,11 @@ import pytest
 import runners
 from harness import run_scenario
 
+from vllm_kvplugins.episodes.encoder import load_encoder
+from vllm_kvplugins.episodes.routing import EpisodeRouter
+from vllm_kvplugins.episodes.settings import EpisodeSettings
+from vllm_kvplugins.episodes.utterances import utterances_of
+
 pytestmark = pytest.mark.engine
 
 BLOCK = 32
@@ -171,6 +176,51 @@ def test_chats_are_routed(model_path):
     # all but the part after the due compaction is restored; the question is new
     assert run["restored_after"] > 400
     assert all(len(each["turn_ends"]) == 1 for each in run["parameters"])
+
+
+@pytest.mark.parametrize("place", ["session_dir", "session_url"])
+def test_an_episode_is_restored_after_a_restart(model_path, tmp_path, place):
+    """With its clustering, although the conversation has grown since."""
+    pytest.importorskip("sentence_transformers")
+    url = f"file://{tmp_path}"
+    folder = (
+        {"session_dir": str(tmp_path)}
+        if place == "session_dir"
+        else {"session_url": url, "session_lookup_s": 30, "session_load_s": 60}
+    )
+    # The history grows by a topic, which would be an episode of its own.
+    episodes: dict[str, Any] = {"episodes": 2, "recluster_growth": 4}
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "policy": POLICY | folder | episodes | {"longest_patched_prompt": 64},
+        "folder": str(tmp_path),
+    }
+    fruit = "Which fruit ripens in the orchard?"
+    first = run_scenario(
+        "scenarios_epicache:part_of_a_chat",
+        arguments | {"messages": None, "queries": [fruit]},
+    )
+    text = "violins, cellos and flutes play in the concert hall every evening"
+    added = [
+        {"role": role, "content": f"{text}, number {number}"}
+        for number in range(10)
+        for role in ("user", "assistant")
+    ]
+    longer = [*first["messages"], *added]
+    second = run_scenario(
+        "scenarios_epicache:part_of_a_chat",
+        arguments | {"messages": longer, "queries": [fruit] * 2},
+    )
+    assert second["patched"] == first["patched"] * 2
+    assert first["restored"] == [0]
+    assert second["restored"][0] > 400, "what the engine before the restart has stored"
+    assert second["counts"]["failures"] == 0
+    assert second["tracked"] == 0
+    guides = [
+        EpisodeRouter(EpisodeSettings(**episodes), load_encoder).route("", texts, fruit)
+        for texts in map(utterances_of, (first["messages"][:-2], longer))
+    ]
+    assert guides[0].guide != guides[1].guide, "clustered anew, it would not be found"
 
 
 @pytest.mark.slow
