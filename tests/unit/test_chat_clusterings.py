@@ -23,7 +23,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 
 from vllm_kvplugins.episodes.settings import EpisodeSettings
 from vllm_kvplugins.sessions import clusterings
-from vllm_kvplugins.sessions.clusterings import tokens_digests
+from vllm_kvplugins.sessions.clusterings import ClusteringFiles, tokens_digests
 from vllm_kvplugins.sessions.storage import DirectoryStorage
 from vllm_kvplugins.vllm_adapter.config import clustering_config
 from vllm_kvplugins.vllm_adapter.frontend import chat_episodes, session_choice
@@ -181,8 +181,12 @@ def test_dropped_clusterings_are_written_again_while_a_conversation_goes_on(
     url = f"file://{tmp_path / 'url'}"
     shared = server(None, session_url=url)
     asked(shared, 48)
+    cleared = []
+    monkeypatch.setattr(ClusteringFiles, "clear", lambda self: cleared.append(self))
     clustering_config.delete_clusterings(shared.config, settings)
-    assert len(files_in(tmp_path / "url")) == 1, "others use it"
+    assert cleared == [], "others use it"
+    clustering_config.delete_clusterings(wrapped.config, settings)
+    assert len(cleared) == 1
 
 
 # -- what a folder is named after -----------------------------------------------------
@@ -216,6 +220,8 @@ def test_what_a_clustering_depends_on_changes_its_folder(tmp_path, changes):
     assert opened(tmp_path).storage.folder == usual
     assert opened(tmp_path, build="never").storage.folder == usual
     assert opened(tmp_path, **changes).storage.folder != usual
+    ids = [opened(tmp_path, encoder=f"org/{name}").storage.folder for name in "ab"]
+    assert ids[0] != ids[1], "nothing is known of their weights"
 
 
 def test_weights_of_an_encoder_change_its_folder_and_its_place_does_not(tmp_path):

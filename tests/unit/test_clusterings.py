@@ -193,6 +193,45 @@ def test_servers_that_cluster_at_the_same_time_agree_afterwards(storage, monkeyp
     assert len({each.clustering.centroids.tobytes() for each in found}) == 1
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_servers_that_restart_at_random_route_as_one_that_does_not(storage, seed):
+    """Conversations grow and branch; each turn goes to any of three servers."""
+    rng = random.Random(seed)
+    settings = {"recluster_growth": rng.choice([0.2, 0.5, 1.5])}
+    alone = EpisodeRouter(EpisodeSettings(**settings), lambda _: BagOfWords())
+    servers = [Server(storage, settings) for _ in range(3)]
+    talks = [(owner, LONG[: rng.randrange(3, 30)]) for owner in ("ann", "bob", "ann")]
+    found = 0
+    for _ in range(50):
+        number = rng.randrange(len(servers))
+        if rng.random() < 0.2:
+            servers[number] = Server(storage, settings)
+        if rng.random() < 0.1 and len(talks) < 6:
+            talks.append(rng.choice(talks))  # a branch
+        at = rng.randrange(len(talks))
+        owner, history = talks[at]
+        talks[at] = owner, [*history, *speak(rng, rng.randrange(9))]
+        query = rng.choice(list(TOPICS.values()))
+        expected = alone.route(owner, talks[at][1], query)
+        alone.embed_new_segments(owner, talks[at][1])
+        route = servers[number].ask(talks[at][1], query, owner)
+        found += route.found
+        assert same(route, expected)
+    assert found > 3
+
+
+def test_branches_of_a_conversation_find_their_own(storage, caplog):
+    """Their names begin alike."""
+    ends = [speak(RNG, 4) for _ in range(8)]
+    settings = {"recluster_growth": 0.1}
+    for end in ends:
+        assert Server(storage, settings).ask([*HISTORY, *end]).clustered
+    assert len({name.split("-")[0] for name in names(storage)}) == 1
+    for end in ends:
+        assert Server(storage, settings).ask([*HISTORY, *end]).found
+    assert "KVP309" not in caplog.text
+
+
 def test_a_saved_clustering_is_not_written_again(storage):
     server = Server(storage)
     for _ in range(3):
@@ -261,7 +300,7 @@ DAMAGE: dict[str, Any] = {
     ),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
     "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
-    "huge": lambda path: os.truncate(path, 5 << 20),
+    "huge": lambda path: rewritten(path, lambda a, t: a.update(reason="x" * 5000000)),
     "format": lambda path: rewritten(path, lambda a, t: a.update(format="x")),
     "history": lambda path: rewritten(path, lambda a, t: a.update(history="00")),
     "guides": lambda path: rewritten(path, lambda a, t: a.update(guides='["one"]')),
@@ -460,6 +499,14 @@ def test_an_idle_server_deletes_old_files(storage):
     server = Server(storage, max_age_s=0.5)
     wait_for(lambda: names(storage) == ["x.r0of1.safetensors"], 20)
     server.files.close()
+
+
+def test_a_store_without_listings_is_not_swept(storage):
+    Server(storage).ask(HISTORY)
+    server = Server(storage, max_age_s=0.2, sweeps=False)
+    time.sleep(0.5)
+    assert len(names(storage)) == 1
+    assert server.ask(HISTORY, saves=False).clustered, "it is too old"
 
 
 def test_an_old_file_is_not_used_and_a_conversation_that_goes_on_gets_a_new_one(

@@ -57,7 +57,7 @@ logger = logging.getLogger("vllm.kv_policy")
 FORMAT = "kvp-clustering-1"
 FILE_NAME = re.compile(r"(?P<id>[0-9a-f-]+)\.clustering\.safetensors")
 _SUFFIX = ".clustering.safetensors"
-# A clustering takes some 10 KB: centroids, and a patched prompt per episode.
+# A file holds centroids and a patched prompt per episode: some kilobytes, usually.
 _MAX_FILE_BYTES = 4 << 20
 _KEYS = 8  # of one look-up: clusterings of more than a quarter of the history
 _MAX_TRIES = 4  # files of one key that are read
@@ -132,6 +132,8 @@ class ClusteringFiles:
         load_s: how long it waits in addition for a file that it has found.
         max_age_s: clusterings that were not used for so long are deleted; None: none.
         limit_bytes: limit on all files, least recently used first out; None: none.
+        sweeps: whether to look for old files now and then; otherwise they are only
+            not used.
         clock: seconds, monotonic.
     """
 
@@ -143,6 +145,7 @@ class ClusteringFiles:
         load_s: float,
         max_age_s: float | None = None,
         limit_bytes: int | None = None,
+        sweeps: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.storage = storage
@@ -154,7 +157,6 @@ class ClusteringFiles:
         self._clock = clock
         # Guards everything below; no thread holds it while it uses the storage.
         self._changed = threading.Condition()
-        self._closed = False
         self._responds = True
         self._is_open = False
         self._num_running = 0
@@ -167,7 +169,7 @@ class ClusteringFiles:
         self._writer = FileThread("kvp-clustering-write")
         # Also when the process ends: a restart needs what was written last.
         self._finalizer = weakref.finalize(self, _close, self._writer, self._readers)
-        if max_age_s is not None:
+        if max_age_s is not None and sweeps:
             period_s = min(max(max_age_s / 10, 0.1), 600.0)
             arguments = (weakref.ref(self), period_s)
             threading.Thread(
@@ -179,10 +181,12 @@ class ClusteringFiles:
 
     def close(self) -> None:
         """Wait until what is to be saved is written, for 5 s at most."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
         self._finalizer()
+
+    @property
+    def _is_closed(self) -> bool:
+        """Also true when the process ends."""
+        return not self._finalizer.alive
 
     # -- find ---------------------------------------------------------------------
 
@@ -192,7 +196,7 @@ class ClusteringFiles:
         with self._changed:
             waits = self._responds
             busy = self._num_running >= (_MAX_RUNNING if waits else 1)
-            if self._closed or busy or not self._lookup_s:
+            if self._is_closed or busy or not self._lookup_s:
                 return None
             lookup_s = self._lookup_s + (0 if self._is_open else _OPEN_S)
             look_up = _LookUp(digests, shortest, started + lookup_s + self._load_s)
@@ -292,7 +296,7 @@ class ClusteringFiles:
         with self._changed:
             used = self._known.get(digest)
             is_new = used is None or self._clock() - used >= _TOUCH_S
-            if self._closed or not is_new:
+            if self._is_closed or not is_new:
                 return
             if self._num_waiting >= _MAX_WAITING:
                 self.counts.refused += 1
@@ -396,7 +400,7 @@ class ClusteringFiles:
     def clear(self) -> None:
         """Delete all clusterings; returns at once."""
         with self._changed:
-            if not self._closed:
+            if not self._is_closed:
                 self._known.clear()
                 self._writer.submit(partial(self._delete, lambda file: True))
 
@@ -462,7 +466,7 @@ def _close(writer: FileThread, readers: FileThread) -> None:
 def _sweep_repeatedly(files: weakref.ref[ClusteringFiles], period_s: float) -> None:
     """Delete old clusterings, also of an idle server, until nobody uses the files."""
     while (current := files()) is not None:
-        if current._closed:
+        if current._is_closed:
             return
         current.sweep()
         del current

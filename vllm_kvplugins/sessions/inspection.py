@@ -150,7 +150,7 @@ def list_clusterings(folders: Iterable[SessionStorage]) -> list[FoundClustering]
     Raises:
         StoreError: the object store failed.
 
-    Cost: reads each file, some 10 KB.
+    Cost: reads each file, usually some kilobytes.
     """
     listed = [
         (folder, file)

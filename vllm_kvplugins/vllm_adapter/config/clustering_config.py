@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # A look-up in session_dir takes milliseconds, unless the disk is sick.
 _DIR_LOOKUP_S, _DIR_LOAD_S = 1.0, 5.0
-# Clusterings in session_dir, apart from session_disk. One takes some 10 KB.
+# Clusterings in session_dir, apart from session_disk: some kilobytes each, usually.
 _LIMIT_BYTES = 64 << 20
 _SHARE_OF_DISK = 16
 
@@ -45,6 +45,7 @@ def clustering_files(
             sessions.session_lookup_s,
             sessions.session_load_s,
             sessions.session_max_age_s,
+            sweeps=sessions.session_refresh_s is not None,  # null: no listings
         )
     limit_bytes = _LIMIT_BYTES
     if isinstance(sessions.session_disk, int):

@@ -195,11 +195,13 @@ def _route(
         raise VLLMValidationError(str(error), parameter="messages") from error
     assert route is not None, "the history is not empty"
     logger.debug(
-        "episode %d of %d (cosine %.2f, switched: %s): encode %.1f ms, match %.1f ms",
+        "episode %d of %d (cosine %.2f, switched: %s, found: %s): encode %.1f ms, "
+        "match %.1f ms",
         route.episode,
         len(route.guides),
         route.similarity,
         route.switched,
+        route.found,
         route.encode_ms,
         route.match_ms,
     )
