@@ -182,7 +182,9 @@ def test_chats_are_routed(model_path):
     assert all(len(each["turn_ends"]) == 1 for each in run["parameters"])
 
 
-@pytest.mark.parametrize("place", ["session_dir", "session_url"])
+@pytest.mark.parametrize(
+    "place", ["session_dir", pytest.param("session_url", marks=pytest.mark.slow)]
+)
 def test_an_episode_is_restored_after_a_restart(model_path, tmp_path, place):
     """With its clustering, although the conversation has grown since."""
     pytest.importorskip("sentence_transformers")
