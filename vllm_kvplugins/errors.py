@@ -127,6 +127,8 @@ CODES: dict[str, str] = {
     "KVP316": "session_url failed or was late; logged",
     "KVP317": "the caches were reset, so the engine no longer uses session_url; logged",
     "KVP318": "session_url with neither listings nor look-ups",
+    "KVP319": "a clustering of episodes could not be saved, looked up or deleted; "
+    "logged",
     # 400-499: native operations and indices
     "KVP400": "the environment variable KVP_OPS has an unknown value",
     "KVP401": "KVP_OPS=compiled, but the compiled operations cannot run",

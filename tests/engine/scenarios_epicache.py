@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from driver import Driver, make_llm
-from scenarios_sessions import counts, settle
-from texts import random_tokens
+from scenarios_sessions import counts, finish, settle
+from texts import random_tokens, two_topics
 from tiny_model import VOCABULARY
 
 HISTORY, QUERY, ANSWER = 900, 45, 20
@@ -121,20 +123,6 @@ def _held(driver: Driver, name: str, history: int) -> int:
     return 0
 
 
-def _two_topics() -> list[dict[str, str]]:
-    topics = (
-        "apples, pears and plums ripen in the orchard behind the old farm",
-        "trains leave the station on rails for the mountains every morning",
-    )
-    return [
-        {
-            "role": ("user", "assistant")[number % 2],
-            "content": f"{topics[number // 12]}, as I said {number} times before",
-        }
-        for number in range(24)
-    ]
-
-
 def chats(model: str, policy: dict[str, Any]) -> dict[str, Any]:
     """Chat requests to a real model: what the engine received, and what it did."""
     llm = make_llm(model, policy, skip_tokenizer_init=False, max_model_len=4096)
@@ -150,7 +138,7 @@ def chats(model: str, policy: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=8)
-    messages = _two_topics()
+    messages = two_topics()
     answers, restored = [], []
     for query in ("Which fruit ripens?", "When does the train leave?", "And pears?"):
         messages.append({"role": "user", "content": query})
@@ -177,6 +165,68 @@ def chats(model: str, policy: dict[str, Any]) -> dict[str, Any]:
         "built": built,
         "restored_after": current - before,
     }
+
+
+def part_of_a_chat(
+    model: str,
+    policy: dict[str, Any],
+    messages: list[dict[str, str]] | None,
+    queries: list[str],
+    folder: str,
+    drops: bool = False,
+) -> dict[str, Any]:
+    """A part of a conversation, in an engine that starts for it and then ends.
+
+    Args:
+        messages: of the conversation so far; None: about two topics.
+        folder: where sessions are stored.
+        drops: drop all caches at the end.
+
+    Returns:
+        per query the tokens that were restored and the patched prompt; all messages;
+        numbers of files of clusterings, before and after all caches were dropped.
+    """
+    llm = make_llm(model, policy, skip_tokenizer_init=False, max_model_len=4096)
+    driver = Driver(llm)
+    patched: list[str] = []
+    add = driver.core.add_request
+
+    def record(request: Any, *arguments: Any) -> Any:
+        tokens = request.sampling_params.extra_args["patched_prompt"]
+        patched.append(llm.get_tokenizer().decode(tokens))
+        return add(request, *arguments)
+
+    driver.core.add_request = record
+    from vllm import SamplingParams
+
+    messages, restored = messages or two_topics(), []
+    for query in queries:
+        messages = [*messages, {"role": "user", "content": query}]
+        before = counts(driver)["restored_tokens"]
+        (output,) = llm.chat(
+            messages, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False
+        )
+        settle(driver)
+        restored.append(counts(driver)["restored_tokens"] - before)
+        answer = {"role": "assistant", "content": output.outputs[0].text}
+        messages = [*messages, answer]
+    finish(driver)
+
+    def files_are(count: int) -> int:
+        """Wait for the threads of the front end or the scheduler."""
+        deadline = time.monotonic() + 20
+        while True:
+            found = len(list(Path(folder).glob("*/*.clustering.safetensors")))
+            if found == count or time.monotonic() > deadline:
+                return found
+            time.sleep(0.01)
+
+    report = {"messages": messages, "restored": restored, "patched": patched}
+    report |= {"counts": counts(driver), "files": [files_are(1)]}
+    if drops:
+        assert driver.scheduler.reset_prefix_cache(reset_connector=True)
+        report["files"].append(files_are(0))
+    return report | {"tracked": driver.check_policy_state()}
 
 
 def served(model: str, policy: dict[str, Any]) -> dict[str, Any]:
@@ -216,7 +266,7 @@ def served(model: str, policy: dict[str, Any]) -> dict[str, Any]:
 
     async def scene() -> list[list[int]]:
         engine = AsyncLLM.from_engine_args(arguments)
-        messages, report = _two_topics(), []
+        messages, report = two_topics(), []
         try:
             for query in ("Which fruit ripens?", "When does the train leave?"):
                 messages.append({"role": "user", "content": query})

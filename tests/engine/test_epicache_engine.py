@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Any
 
 import pytest
 import runners
-from harness import run_scenario
+from harness import engine_environment, run_scenario
+from live_server import metric, post, serving
+from texts import two_topics
 from tiers import tiered
+
+from vllm_kvplugins.episodes.encoder import load_encoder
+from vllm_kvplugins.episodes.routing import EpisodeRouter
+from vllm_kvplugins.episodes.settings import EpisodeSettings
+from vllm_kvplugins.episodes.utterances import utterances_of
 
 pytestmark = pytest.mark.engine
 
@@ -178,6 +187,57 @@ def test_chats_are_routed(model_path):
     assert all(len(each["turn_ends"]) == 1 for each in run["parameters"])
 
 
+@pytest.mark.parametrize(
+    "place", ["session_dir", pytest.param("session_url", marks=pytest.mark.slow)]
+)
+def test_an_episode_is_restored_after_a_restart(model_path, tmp_path, place):
+    """With its clustering, although the conversation has grown since."""
+    pytest.importorskip("sentence_transformers")
+    url = f"file://{tmp_path}"
+    folder = (
+        {"session_dir": str(tmp_path)}
+        if place == "session_dir"
+        else {"session_url": url, "session_lookup_s": 30, "session_load_s": 60}
+    )
+    # The history grows by a topic, which would be an episode of its own.
+    episodes: dict[str, Any] = {"episodes": 2, "recluster_growth": 4}
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "policy": POLICY | folder | episodes | {"longest_patched_prompt": 64},
+        "folder": str(tmp_path),
+    }
+    fruit = "Which fruit ripens in the orchard?"
+    first = run_scenario(
+        "scenarios_epicache:part_of_a_chat",
+        arguments | {"messages": None, "queries": [fruit]},
+    )
+    text = "violins, cellos and flutes play in the concert hall every evening"
+    added = [
+        {"role": role, "content": f"{text}, number {number}"}
+        for number in range(10)
+        for role in ("user", "assistant")
+    ]
+    longer = [*first["messages"], *added]
+    second = run_scenario(
+        "scenarios_epicache:part_of_a_chat",
+        arguments
+        | {"messages": longer, "queries": [fruit] * 2}
+        | {"drops": place == "session_dir"},
+    )
+    assert second["patched"] == first["patched"] * 2
+    assert first["restored"] == [0]
+    assert second["restored"][0] > 400, "what the engine before the restart has stored"
+    assert second["counts"]["failures"] == 0
+    assert second["tracked"] == 0
+    assert first["files"] == [1]
+    assert second["files"] == ([1, 0] if place == "session_dir" else [1])
+    guides = [
+        EpisodeRouter(EpisodeSettings(**episodes), load_encoder).route("", texts, fruit)
+        for texts in map(utterances_of, (first["messages"][:-2], longer))
+    ]
+    assert guides[0].guide != guides[1].guide, "clustered anew, it would not be found"
+
+
 @pytest.mark.slow
 def test_a_server_that_idles_builds_the_other_episodes(model_path):
     policy = POLICY | {"episodes": 2, "longest_patched_prompt": 64}
@@ -189,3 +249,63 @@ def test_a_server_that_idles_builds_the_other_episodes(model_path):
     (_, first), (tokens, second) = run["answers"]
     assert first == 0
     assert second > tokens - 150, "the other episode was there when it was asked for"
+
+
+@pytest.mark.slow
+def test_two_api_servers_send_a_question_to_the_same_episode(model_path, tmp_path):
+    """The second one meets the conversation after it has grown."""
+    pytest.importorskip("sentence_transformers")
+    store = tmp_path / "sessions"
+    settings = {
+        "budget": 192,
+        "prefill_block": 128,
+        "session_memory": "64MiB",
+        "session_dir": str(store),
+        "episodes": 2,
+        "recluster_growth": 4,
+        "longest_patched_prompt": 64,
+        "build": "never",
+    }
+    options = (
+        *("--dtype", "float32", "--block-size", "32", "--max-model-len", "4096"),
+        *("--num-gpu-blocks-override", "200", "--api-server-count", "2"),
+        *("--kv-policy", "epicache", "--kv-policy-config", json.dumps(settings)),
+    )
+    environment = engine_environment(
+        VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_LOGGING_LEVEL="DEBUG"
+    )
+    start = (sys.executable, model_path, tmp_path, *options)
+    with serving(*start, start_s=500, **environment) as base:
+
+        def ask(messages: list[dict[str, str]], **more: Any) -> dict[str, str]:
+            chat = "/v1/chat/completions"
+            answer = post(base, chat, messages=messages, max_tokens=8, **more)
+            return answer["choices"][0]["message"]
+
+        def files(ending: str) -> int:
+            return len(list(store.glob(f"*/*{ending}.safetensors")))
+
+        question = {"role": "user", "content": "Which fruit ripens in the orchard?"}
+        messages = [*two_topics(), question]
+        for _ in range(6):  # by both, so that neither writes
+            ask(messages, vllm_xargs={"kv_session": False}, cache_salt="other")
+        assert (files(".clustering"), files(".r0of1")) == (0, 0)
+        messages.append(ask(messages))
+        text = "violins, cellos and flutes play in the concert hall every evening"
+        messages += [
+            {"role": role, "content": f"{text}, number {number}"}
+            for number in range(10)
+            for role in ("user", "assistant")
+        ]
+        turns = 8
+        for _ in range(turns):  # each in a connection of its own
+            messages.append(question)
+            messages.append(ask(messages))
+        (log,) = tmp_path.glob("server-*.log")
+        assert "found: True" in log.read_text(), "one server got all requests"
+        hits, misses = (
+            metric(base, f"vllm:kv_policy_session_{name}_total")
+            for name in ("hits", "misses")
+        )
+        assert files(".clustering") == 1
+        assert (hits, misses) == (turns, 1)

@@ -107,3 +107,18 @@ def random_tokens(seed: int, count: int, vocabulary: int) -> list[int]:
     """``count`` ids for a model without a tokenizer; 0 to 9 are left out."""
     rng = random.Random(seed)
     return [rng.randrange(10, vocabulary) for _ in range(count)]
+
+
+def two_topics() -> list[dict[str, str]]:
+    """Twelve messages about fruit, then twelve about trains."""
+    topics = (
+        "apples, pears and plums ripen in the orchard behind the old farm",
+        "trains leave the station on rails for the mountains every morning",
+    )
+    return [
+        {
+            "role": ("user", "assistant")[number % 2],
+            "content": f"{topics[number // 12]}, as I said {number} times before",
+        }
+        for number in range(24)
+    ]

@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 
+import numpy as np
 import pytest
 from click.testing import Result
 from replica import BLOCK, IDENTITY, Replica, talk
@@ -13,9 +14,15 @@ from s3_server import BUCKET, s3_server
 from typer.testing import CliRunner
 
 from vllm_kvplugins.cli.app import app
+from vllm_kvplugins.episodes.clustering import Clustering
+from vllm_kvplugins.episodes.store import ClusteredHistory, ClusteringRecord
 from vllm_kvplugins.errors import codes_in
 from vllm_kvplugins.sessions import inspection
+from vllm_kvplugins.sessions.clusterings import ClusteringFiles
+from vllm_kvplugins.sessions.files import Identity
 from vllm_kvplugins.sessions.object_store import open_storage
+
+CLUSTERINGS = Identity.of(encoder="e")
 
 
 @pytest.fixture(
@@ -109,6 +116,82 @@ def test_damaged_and_incomplete_sessions_are_garbage(url, saved, monkeypatch):
     monkeypatch.setattr(inspection, "_WRITE_S", -1)
     assert run("gc", url).exit_code == 0
     assert set(listed(url)) == {*saved, "foreign"}
+
+
+# -- clusterings of conversations ------------------------------------------------------
+
+
+@pytest.fixture
+def clustered(url, saved) -> list[str]:
+    """Names of clusterings: one of the saved conversations, and one of another one."""
+    storage = open_storage(url, CLUSTERINGS.fingerprint)
+    for seed, tokens in ((1, talk(1, 30 * BLOCK)), (2, talk(2, 30 * BLOCK))):
+        files = ClusteringFiles(storage, CLUSTERINGS, 20, 20)
+        files.save(record_of(seed), tokens)
+        files.close()
+    found = {file.name for file in storage.list()}
+    assert len(found) == 2
+    return sorted(found, key=lambda name: not name.startswith(bytes([1] * 12).hex()))
+
+
+def record_of(seed: int) -> ClusteringRecord:
+    clustering = Clustering(
+        np.zeros(1, np.int64), np.ones((1, 2), np.float32), np.zeros(1, np.int64), "one"
+    )
+    history = ClusteredHistory(clustering, (f"Ann: hello {seed}",))
+    return ClusteringRecord((bytes([seed] * 32),), history)
+
+
+def clusterings_at(url: str) -> set[str]:
+    storage = open_storage(url, CLUSTERINGS.fingerprint)
+    return {file.name for file in storage.list()}
+
+
+def test_clusterings_are_counted_and_are_no_sessions(url, saved, clustered):
+    assert set(listed(url)) == set(saved)
+    assert "2 clusterings" in run("list", url).stdout
+    done = run("gc", url)
+    assert done.exit_code == 0, done.output
+    assert clusterings_at(url) == set(clustered)
+
+
+def test_a_clustering_is_deleted_with_its_conversation(url, saved, clustered):
+    done = run("delete", url, saved[0].rpartition("-")[2])
+    assert "removed 1 sessions and 1 clusterings" in done.stdout
+    assert clusterings_at(url) == {clustered[1]}, "of another conversation"
+    assert set(listed(url)) == {saved[1]}
+    done = run("delete", url, "--older-than", 1)
+    assert "removed 0 sessions" in done.stdout
+    assert clusterings_at(url) == {clustered[1]}
+    assert run("delete", url, "--all").exit_code == 0
+    assert clusterings_at(url) == set()
+
+
+def test_old_clusterings_are_deleted(url, saved, clustered, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 7200)
+    done = run("delete", url, "--older-than", 1)
+    assert "removed 2 sessions and 2 clusterings" in done.stdout
+    assert clusterings_at(url) == set()
+
+
+def test_damaged_clusterings_are_garbage_and_those_of_other_versions_are_not(
+    url, saved, clustered
+):
+    storage = open_storage(url, CLUSTERINGS.fingerprint)
+    about, tensors = storage.read(clustered[0])
+    key = bytes([3] * 12).hex()
+    suffix = ".clustering.safetensors"
+    damaged, other = (f"{key}-1-{key}-{n:016}{suffix}" for n in (1, 2))
+    changed = {name: tensor + 1 for name, tensor in tensors.items()}
+    storage.write(damaged, changed, about)
+    storage.write(other, changed, about | {"format": "kvp-clustering-9"})
+    assert "4 clusterings" in run("list", url).stdout
+    assert run("gc", url).exit_code == 0
+    assert clusterings_at(url) == {*clustered, other}
+
+
+# -- errors ----------------------------------------------------------------------------
 
 
 def test_a_store_that_cannot_be_used_ends_the_command(tmp_path):

@@ -208,3 +208,43 @@ def test_embedding_jobs_run_without_builds_ahead():
         assert engine.builder.num_waiting == 0
 
     asyncio.run(scene())
+
+
+def test_no_episode_is_built_for_a_request_without_a_session(monkeypatch):
+    """A build leaves a session."""
+    from vllm import SamplingParams
+
+    from vllm_kvplugins.vllm_adapter.frontend import episode_builds
+    from vllm_kvplugins.vllm_adapter.frontend.chat_episodes import (
+        EMBEDDING_JOB,
+        OTHER_EPISODES,
+    )
+
+    class Client:
+        async def add_request(self, request_id: str, prompt: Any, params: Any) -> None:
+            pass
+
+    async def scene() -> None:
+        engine = Engine()
+        engine.busy = True
+        embedded: list[bool] = []
+        monkeypatch.setattr(episode_builds, "AsyncLLM", Client)
+        monkeypatch.setattr(episode_builds, "builder_of", lambda _: engine.builder)
+        episode_builds.install()
+        other = {"turn_ends": [2], "patched_prompt": [7]}
+        prompt = {
+            "prompt_token_ids": [1, 2, 3],
+            OTHER_EPISODES: [other],
+            EMBEDDING_JOB: lambda: embedded.append(True),
+        }
+        without = SamplingParams(extra_args={"kv_session": False})
+        await Client().add_request("a", prompt, params=without)
+        assert engine.builder.num_waiting == 0
+        await Client().add_request("b", prompt, SamplingParams())
+        assert engine.builder.num_waiting == 1
+        engine.busy = False
+        engine.may_finish.set()
+        await engine.let_builder_run()
+        assert embedded == [True, True], "vectors stay in memory"
+
+    asyncio.run(scene())

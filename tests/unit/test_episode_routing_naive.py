@@ -76,6 +76,8 @@ class NaiveRouter:
             tuple(guides[e] for e in by_size),
             None if last is None else last != guide,
             clustered,
+            False,
+            None,
             0,
             0,
             0,

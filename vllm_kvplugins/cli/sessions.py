@@ -18,7 +18,7 @@ from vllm_kvplugins.cli.console import fail, out, user_errors
 from vllm_kvplugins.errors import coded
 
 if TYPE_CHECKING:
-    from vllm_kvplugins.sessions.inspection import FoundFile, Item
+    from vllm_kvplugins.sessions.inspection import FoundClustering, FoundFile, Item
 
 sessions = typer.Typer(
     name="sessions",
@@ -41,7 +41,10 @@ def list_sessions(
         bool, typer.Option("--json", help="Print JSON instead of a table.")
     ] = False,
 ) -> None:
-    """List sessions, most recently used first. A running server may change them."""
+    """List sessions, most recently used first. A running server may change them.
+
+    The table also says how many clusterings of conversations there are, which `delete`
+    deletes with their sessions."""
     files = _files(place)
     if as_json:
         typer.echo(json.dumps([_plain(file) for file in files], indent=2))
@@ -61,6 +64,10 @@ def list_sessions(
             escape(file.problem or ""),
         )
     out().print(table)
+    found = _clusterings(place)
+    if found:
+        size = sum(each.num_bytes for each in found) / (1 << 20)
+        out().print(f"{len(found)} clusterings of conversations, {size:.1f} MiB")
 
 
 @sessions.command("show")
@@ -100,16 +107,24 @@ def delete_sessions(
         ),
     ] = None,
 ) -> None:
-    """Delete sessions. A server that still knows them recomputes them."""
+    """Delete sessions, and the clusterings of their conversations. A server that still
+    knows them recomputes them."""
     if bool(names) + everything + (older_than_h is not None) != 1:
         message = "choose sessions: give IDs, or --all, or --older-than HOURS"
         fail(coded("KVP603", message), 2)
     files = _chosen(place, names) if names else _files(place)
+    found = _clusterings(place)
+    if names:
+        found = _of_conversations(found, files)
     if older_than_h is not None:
         before = time.time() - 3600 * older_than_h
         files = [file for file in files if file.last_used < before]
-    _delete(files)
-    out().print(f"removed {len({file.session_id for file in files})} sessions")
+        found = [each for each in found if each.last_used < before]
+    _delete([*files, *found])
+    text = f"removed {len({file.session_id for file in files})} sessions"
+    if found:
+        text += f" and {len(found)} clusterings"
+    out().print(text)
 
 
 @sessions.command("gc")
@@ -235,6 +250,23 @@ def _files(place: str) -> list[FoundFile]:
         from vllm_kvplugins.sessions.inspection import list_files, open_folders
 
         return list_files(open_folders(place))
+
+
+def _clusterings(place: str) -> list[FoundClustering]:
+    with _store_errors():
+        from vllm_kvplugins.sessions.inspection import list_clusterings, open_folders
+
+        return list_clusterings(open_folders(place))
+
+
+def _of_conversations(
+    found: list[FoundClustering], files: list[FoundFile]
+) -> list[FoundClustering]:
+    """Those that belong to the conversations of sessions."""
+    with _store_errors():
+        from vllm_kvplugins.sessions.inspection import clusterings_of
+
+        return clusterings_of(found, files)
 
 
 def _plain(file: FoundFile) -> dict[str, object]:

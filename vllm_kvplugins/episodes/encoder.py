@@ -100,6 +100,17 @@ def load_encoder(name: str = DEFAULT_ENCODER) -> Encoder:
         ) from error
 
 
+def weights_folder(name: str) -> Path | None:
+    """The folder with an encoder's weights; None if only sentence-transformers knows.
+
+    Loads nothing.
+    """
+    if name != DEFAULT_ENCODER:
+        folder = Path(name)
+        return folder if folder.is_dir() else None
+    return None if find_spec(_DEFAULT_MODULE) is None else _wheel_folder()
+
+
 def embed(encoder: Encoder, texts: Sequence[str]) -> np.ndarray:
     """Embed texts and check the vectors.
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from time import perf_counter
 from typing import Generic, TypeVar
@@ -14,7 +15,6 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from vllm_kvplugins.episodes.clustering import (
-    Clustering,
     cluster,
     full_segments,
     guide_text,
@@ -22,6 +22,11 @@ from vllm_kvplugins.episodes.clustering import (
 )
 from vllm_kvplugins.episodes.encoder import Encoder, embed
 from vllm_kvplugins.episodes.settings import EpisodeSettings
+from vllm_kvplugins.episodes.store import (
+    ClusteredHistory,
+    ClusteringRecord,
+    ClusteringStore,
+)
 from vllm_kvplugins.episodes.utterances import Utterance, dialogue_text
 
 logger = logging.getLogger(__name__)
@@ -44,11 +49,14 @@ class Route:
         switched: whether the guide differs from that of the conversation's last route;
             None for the first route.
         clustered: whether this route clustered the history.
+        found: whether this route found the clustering in the store.
+        record: the clustering that was used, for the store to save.
         unknown_segments: number of full segments without a vector;
             ``embed_new_segments`` embeds them.
         encode_ms: time in the encoder, including the wait for other threads and, the
             first time, loading.
-        match_ms: time of everything else: lookup, clustering, matching.
+        match_ms: time of everything else: lookup, also in the store, clustering,
+            matching.
     """
 
     episode: int
@@ -57,21 +65,11 @@ class Route:
     guides: tuple[str, ...]
     switched: bool | None
     clustered: bool
+    found: bool
+    record: ClusteringRecord = field(compare=False, repr=False)
     unknown_segments: int
     encode_ms: float
     match_ms: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ClusteredHistory:
-    """The clustering of a history, or of its beginning.
-
-    Attributes:
-        guides: by episode.
-    """
-
-    clustering: Clustering
-    guides: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +86,12 @@ class _Lookup:
 
     segments: list[range]
     digests: list[bytes]
-    base: _ClusteredHistory | None
+    base: ClusteredHistory | None
     last_guide: str | None
+
+    def segment_digests(self, count: int) -> tuple[bytes, ...]:
+        """Digests of the history's first 1, 2, … ``count`` segments."""
+        return tuple(self.digests[span.stop - 1] for span in self.segments[:count])
 
 
 class EpisodeRouter:
@@ -109,8 +111,12 @@ class EpisodeRouter:
     clustering of its longest known beginning. If a client edits an earlier message, the
     new branch uses a clustering from before the edit, and the old branch keeps its own.
     Equal histories and queries get the same episode, until the history is clustered
-    again or its clustering is evicted. After a restart, the history is clustered at its
-    current length, which can give other guides than before.
+    again or its clustering is evicted.
+
+    A ``store`` keeps clusterings across restarts and shares them with other routers.
+    Without one, a restarted router clusters a history at its current length, which can
+    give other guides than before. The router asks the store before it clusters; saving
+    is up to the caller (``Route.record``), which knows whether it may.
 
     Thread-safe. Threads wait for each other only in the encoder, for one batch at most.
 
@@ -119,6 +125,8 @@ class EpisodeRouter:
             by ``load``.
         max_conversations: number of clusterings to keep. The router keeps 64 times as
             many vectors of segments (about 2 KiB each). Evicts the least recently used.
+        store: clusterings of earlier and other routers with the same settings and
+            encoder; None: none.
     """
 
     def __init__(
@@ -126,17 +134,19 @@ class EpisodeRouter:
         settings: EpisodeSettings,
         encoder_loader: Callable[[str], Encoder],
         max_conversations: int = 1024,
+        store: ClusteringStore | None = None,
     ) -> None:
         if max_conversations < 1:
             raise ValueError(
                 f"max_conversations is {max_conversations}; give 1 or more"
             )
         self._settings = settings
+        self._store = store
         self._load_encoder = encoder_loader
         self._encoder: Encoder | None = None
         self._encoder_turnstile, self._encoder_lock = Lock(), Lock()
         self._cache_lock = Lock()  # for the three caches; not held while encoding
-        self._clusterings = _LRUCache[_ClusteredHistory](max_conversations)
+        self._clusterings = _LRUCache[ClusteredHistory](max_conversations)
         self._vectors = _LRUCache[np.ndarray](
             _SEGMENTS_PER_CONVERSATION * max_conversations
         )
@@ -152,13 +162,19 @@ class EpisodeRouter:
             self._loaded_encoder()
 
     def route(
-        self, owner: str, history: Sequence[Utterance], query: str
+        self,
+        owner: str,
+        history: Sequence[Utterance],
+        query: str,
+        asks_store: bool = True,
     ) -> Route | None:
         """Find the episode that a query is about (eq. 7).
 
         Args:
             owner: owners share neither clusterings nor vectors with each other.
             history: all utterances before the query.
+            asks_store: whether to look for a clustering in the store, if the router
+                knows none.
 
         Returns:
             None if the history is empty.
@@ -167,23 +183,32 @@ class EpisodeRouter:
             KVPolicyError: a library is missing, or the encoder failed.
 
         Cost: embeds the query; if the history is clustered, also all its segments
-        without a vector. Computes a digest of the history.
+        without a vector. Computes a digest of the history. May wait for the store.
         """
         if not history:
             return None
         started = perf_counter()
         history = list(history)
         lookup = self._look_up(owner, history)
-        base = lookup.base
+        base, queries, encode_s = lookup.base, [query], 0.0
+        query_vectors = np.empty((0, 0), np.float32)
+        if base is None and self._store is not None and asks_store:
+            # First, because its length tells whether a clustering is of this encoder.
+            encoding = perf_counter()
+            query_vectors, queries = self._encode(queries), []
+            encode_s += perf_counter() - encoding
+            base = self._find(self._store, lookup, query_vectors.shape[1])
+        found = base is not None and lookup.base is None
+        encoding = perf_counter()
         new_texts = _texts_after(base, history, lookup.segments)
-        looked_up = perf_counter()
         if base is None:
-            vectors, (query_vector,) = self._embed(owner, new_texts, [query])
+            vectors, encoded = self._embed(owner, new_texts, queries)
         else:
             keys, cached = self._cached_vectors(owner, new_texts)
             vectors = [cached[key] for key in keys if key in cached]
-            (query_vector,) = self._encode([query])
-        encoded = perf_counter()
+            encoded = self._encode(queries)
+        (query_vector,) = encoded if queries else query_vectors
+        encode_s += perf_counter() - encoding
         if clustered := base is None:
             base = self._cluster(lookup, history, np.stack(vectors))
             new_texts, vectors = [], []
@@ -198,9 +223,11 @@ class EpisodeRouter:
             guides,
             switched=None if lookup.last_guide is None else guide != lookup.last_guide,
             clustered=clustered,
+            found=found,
+            record=ClusteringRecord(lookup.segment_digests(base.num_segments), base),
             unknown_segments=len(new_texts) - len(vectors),
-            encode_ms=(encoded - looked_up) * 1e3,
-            match_ms=(looked_up - started + perf_counter() - encoded) * 1e3,
+            encode_ms=encode_s * 1e3,
+            match_ms=(perf_counter() - started - encode_s) * 1e3,
         )
 
     def embed_new_segments(self, owner: str, history: Sequence[Utterance]) -> None:
@@ -216,23 +243,51 @@ class EpisodeRouter:
     def _look_up(self, owner: str, history: list[Utterance]) -> _Lookup:
         segments = full_segments(history, self._settings.segment_utterances)
         digests = _prefix_digests(owner, history)
-        base: _ClusteredHistory | None = None
+        base: ClusteredHistory | None = None
         with self._cache_lock:
             guides = map(self._last_guides.get, reversed(digests))
             last_guide = next(filter(None, guides), None)
             for count in range(len(segments), 0, -1):
                 base = self._clusterings.get(digests[segments[count - 1].stop - 1])
                 if base is not None:
-                    num_new = len(segments) - count
-                    growth = self._settings.recluster_growth
-                    if num_new and num_new >= growth * count:
+                    if self._is_outgrown(count, len(segments)):
                         base = None
                     break
         return _Lookup(segments, digests, base, last_guide)
 
+    def _is_outgrown(self, clustered: int, segments: int) -> bool:
+        """Whether a history has grown too much since ``clustered`` segments."""
+        num_new = segments - clustered
+        return num_new > 0 and num_new >= self._settings.recluster_growth * clustered
+
+    def _find(
+        self, store: ClusteringStore, lookup: _Lookup, dim: int
+    ) -> ClusteredHistory | None:
+        """Find a clustering in the store, and remember it.
+
+        Args:
+            dim: number of elements of the encoder's vectors. Another encoder may have
+                the same name.
+        """
+        count = len(lookup.segments)
+        shortest = bisect_left(
+            range(count), True, key=lambda n: not self._is_outgrown(n, count)
+        )
+        found = store.find(lookup.segment_digests(count), max(shortest, 1))
+        if found is None or found.clustering.centroids.shape[1] != dim:
+            return None
+        logger.info(
+            "found a clustering of %d segments for a history of %d",
+            found.num_segments,
+            count,
+        )
+        key = lookup.segment_digests(found.num_segments)[-1]
+        with self._cache_lock:
+            return self._clusterings.get(key) or self._clusterings.put(key, found)
+
     def _cluster(
         self, lookup: _Lookup, history: list[Utterance], vectors: np.ndarray
-    ) -> _ClusteredHistory:
+    ) -> ClusteredHistory:
         """Cluster a history and cache the result.
 
         Returns:
@@ -254,7 +309,7 @@ class EpisodeRouter:
             clustering.reason,
         )
         key = lookup.digests[len(utterances) - 1]
-        made = _ClusteredHistory(clustering, guides)
+        made = ClusteredHistory(clustering, guides)
         with self._cache_lock:
             return self._clusterings.get(key) or self._clusterings.put(key, made)
 
@@ -324,15 +379,15 @@ class _LRUCache(Generic[V]):
 
 
 def _texts_after(
-    base: _ClusteredHistory | None, history: list[Utterance], segments: list[range]
+    base: ClusteredHistory | None, history: list[Utterance], segments: list[range]
 ) -> list[str]:
     """Texts of the segments that a clustering does not contain."""
-    clustered = 0 if base is None else len(base.clustering.labels)
+    clustered = 0 if base is None else base.num_segments
     return [dialogue_text(history[s.start : s.stop]) for s in segments[clustered:]]
 
 
 def _match(
-    base: _ClusteredHistory, new_vectors: list[np.ndarray], query_vector: np.ndarray
+    base: ClusteredHistory, new_vectors: list[np.ndarray], query_vector: np.ndarray
 ) -> tuple[int, float, tuple[str, ...]]:
     """Episode of a query, its cosine, and all guides, most segments first.
 

@@ -1,4 +1,4 @@
-"""All session files of a ``session_dir`` or ``session_url``, for the command line."""
+"""All files of a ``session_dir`` or ``session_url``, for the command line."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from vllm_kvplugins.errors import KVPolicyError, coded
+from vllm_kvplugins.sessions import clusterings
+from vllm_kvplugins.sessions.clusterings import about_clustering, tokens_digests
 from vllm_kvplugins.sessions.files import (
     CONTENT_ERRORS,
     FILE_NAME,
@@ -78,6 +80,24 @@ class FoundFile(Item):
     damaged: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class FoundClustering(Item):
+    """A file with the episodes of a conversation.
+
+    Attributes:
+        tokens: number of first tokens of its conversation.
+        tokens_digest: of these tokens.
+        last_used: as of ``FoundFile``.
+        damaged: no server can load it.
+    """
+
+    tokens: int
+    tokens_digest: str
+    num_bytes: int
+    last_used: float
+    damaged: bool = False
+
+
 def open_folders(place: str) -> list[SessionStorage]:
     """The folders of all engines in a ``session_dir`` or ``session_url``.
 
@@ -122,6 +142,78 @@ def list_files(folders: Iterable[SessionStorage]) -> list[FoundFile]:
     with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
         found = list(pool.map(lambda each: _found_file(*each), listed))
     return sorted(found, key=lambda file: -file.last_used)
+
+
+def list_clusterings(folders: Iterable[SessionStorage]) -> list[FoundClustering]:
+    """All clusterings, also those of other versions.
+
+    Raises:
+        StoreError: the object store failed.
+
+    Cost: reads each file, usually some kilobytes.
+    """
+    listed = [
+        (folder, file)
+        for folder in folders
+        for file in folder.list()
+        if clusterings.FILE_NAME.fullmatch(file.name)
+    ]
+    with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
+        return list(pool.map(lambda each: _found_clustering(*each), listed))
+
+
+def _found_clustering(storage: SessionStorage, file: StoredFile) -> FoundClustering:
+    tokens, digest, damaged = 0, "", False
+    try:
+        about, _ = verified(storage, file.name)
+        said = about_clustering(file.name, about)
+        tokens, digest = said.tokens, said.tokens_digest
+    except SessionFileError:
+        # What another version wrote is whole.
+        damaged = _is_damaged_clustering(storage, file.name)
+    return FoundClustering(
+        storage, file.name, tokens, digest, file.num_bytes, file.modified, damaged
+    )
+
+
+def _is_damaged_clustering(storage: SessionStorage, name: str) -> bool:
+    if _is_damaged(storage, name):
+        return True
+    try:
+        about, _ = storage.read(name, only=())
+    except SessionFileError:
+        return False
+    return about.get("format") == clusterings.FORMAT
+
+
+def clusterings_of(
+    found: Iterable[FoundClustering], files: Iterable[FoundFile]
+) -> list[FoundClustering]:
+    """Clusterings of the conversations that sessions belong to.
+
+    A clustering belongs to the sessions that begin with its tokens.
+
+    Raises:
+        StoreError: the object store failed.
+
+    Cost: reads the tokens of each session.
+    """
+    left = {each.location: each for each in found if each.tokens}
+    belonging: list[FoundClustering] = []
+    for file in files:
+        if not left:
+            break
+        try:
+            _, tensors = file.storage.read(file.name, only=("tokens",))
+            tokens = tensors["tokens"].numpy()
+            lengths = {c.tokens for c in left.values() if c.tokens <= len(tokens)}
+            digests = tokens_digests(tokens, sorted(lengths))
+        except (SessionFileError, *CONTENT_ERRORS):
+            continue
+        for location, each in list(left.items()):
+            if digests.get(each.tokens) == each.tokens_digest:
+                belonging.append(left.pop(location))
+    return belonging
 
 
 def _found_file(storage: SessionStorage, file: StoredFile) -> FoundFile:
@@ -172,7 +264,7 @@ class Garbage:
 
     Attributes:
         leftovers: temporary files of processes that no longer run.
-        damaged: session files that cannot be loaded.
+        damaged: files of sessions and clusterings that cannot be loaded.
         incomplete: parts of sessions of which another rank's part is missing.
     """
 
@@ -190,7 +282,7 @@ def find_garbage(folders: Iterable[SessionStorage]) -> Garbage:
         StoreError: the object store failed.
     """
     folders = list(folders)
-    damaged: list[Item] = []
+    damaged: list[Item] = [c for c in list_clusterings(folders) if c.damaged]
     parts: dict[tuple[str, str], list[FoundFile]] = {}
     for file in list_files(folders):
         if file.damaged:

@@ -142,9 +142,8 @@ class DirectoryStorage:
 
     def list(self, prefix: str = "") -> Iterator[StoredFile]:
         """Entries of all kinds, also links and folders. An unreadable one has none."""
-        for path, status in files_in(self.folder):
-            if path.name.startswith(prefix):
-                yield StoredFile(path.name, status.st_size, status.st_mtime)
+        for path, status in files_in(self.folder, prefix):
+            yield StoredFile(path.name, status.st_size, status.st_mtime)
 
     def read(
         self, name: str, only: Iterable[str] | None = None
@@ -164,10 +163,15 @@ class DirectoryStorage:
             os.utime(self.folder / name)
 
 
-def files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Files of a folder and their status; without those that vanish meanwhile."""
+def files_in(folder: Path, prefix: str = "") -> Iterator[tuple[Path, os.stat_result]]:
+    """Files of a folder and their status; without those that vanish meanwhile.
+
+    Args:
+        prefix: only those whose names begin with it.
+    """
     with contextlib.suppress(OSError):
-        for path in sorted(folder.iterdir()):
+        names = sorted(name for name in os.listdir(folder) if name.startswith(prefix))
+        for path in map(folder.joinpath, names):
             with contextlib.suppress(OSError):
                 yield path, path.lstat()
 

@@ -88,7 +88,7 @@ _EVERYWHERE = {
     "scheduler_cls speculative_config worker_cls async_scheduling data_parallel_size "
     "data_parallel_size_local nnodes",
     "vllm.v1.engine.input_processor:InputProcessor": "process_inputs(prompt resumable)",
-    "vllm.v1.engine.async_llm:AsyncLLM": "add_request(request_id prompt) "
+    "vllm.v1.engine.async_llm:AsyncLLM": "add_request(request_id prompt params) "
     "generate(prompt sampling_params request_id)",
     "vllm.renderers.base:BaseRenderer": "config default_chat_tok_params "
     "get_tokenizer() "
@@ -97,6 +97,10 @@ _EVERYWHERE = {
     "render_messages_async(messages params) tokenize_prompts(prompts params) "
     "tokenize_prompts_async(prompts params)",
     "vllm.renderers:ChatParams": "chat_template_kwargs",
+    # What a chat chose about sessions, while it is rendered.
+    "vllm.renderers.online_renderer:OnlineRenderer": "preprocess_chat(request)",
+    "vllm.entrypoints.common.offline:OfflineInferenceMixin": ""
+    "_add_chat_requests(params)",
     "vllm.renderers.params:TokenizeParams": "add_special_tokens return_token_offsets "
     "max_total_tokens max_output_tokens pad_prompt_tokens truncate_prompt_tokens",
     "vllm:SamplingParams": "extra_args",

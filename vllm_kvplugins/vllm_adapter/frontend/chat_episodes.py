@@ -3,7 +3,7 @@
 ::
 
     messages ──> history | query ──> EpisodeRouter.route ──> episode's patched prompt
-                    └─ number of tokens
+                    └─ number of tokens                └─ clusterings of session_dir
 
 Runs in threads of the front end. The engine sees only token counts and token IDs.
 """
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
@@ -33,14 +34,17 @@ from vllm_kvplugins.episodes.utterances import (
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.plan.geometry import Lengths
 from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.sessions.clusterings import ClusteringFiles
+from vllm_kvplugins.vllm_adapter.config.clustering_config import clustering_files
 from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of
 from vllm_kvplugins.vllm_adapter.config.request_params import (
     KV_EPISODE,
     LOOP_ENDS,
     PATCHED_PROMPT,
     TURN_ENDS,
+    uses_sessions,
 )
-from vllm_kvplugins.vllm_adapter.frontend import shared_prefix
+from vllm_kvplugins.vllm_adapter.frontend import session_choice, shared_prefix
 from vllm_kvplugins.vllm_adapter.frontend.conversation_turns import questions_of
 
 logger = init_logger("vllm.kv_policy")
@@ -50,16 +54,24 @@ logger = init_logger("vllm.kv_policy")
 OTHER_EPISODES = "kv_policy_other_episodes"
 # A callable that embeds segments without a vector; to be called when the engine idles.
 EMBEDDING_JOB = "kv_policy_embedding_job"
+# A callable that saves the clustering that was used; returns at once.
+CLUSTERING_JOB = "kv_policy_clustering_job"
 
 _NOT_CONVERSATION = ("system", "developer")  # roles
 
 
 @dataclass(slots=True)
 class EpisodeFrontend:
-    """Router and tokenizer for the episodes of one renderer."""
+    """Router and tokenizer for the episodes of one renderer.
+
+    Attributes:
+        tokenizer: a copy: threads of the renderer use the original.
+        clusterings: where the router's clusterings are saved; None: nowhere.
+    """
 
     router: EpisodeRouter
-    tokenizer: Any  # a copy: threads of the renderer use the original
+    tokenizer: Any
+    clusterings: ClusteringFiles | None = None
     lock: Lock = field(default_factory=Lock)
 
     def tokens(self, text: str, max_tokens: int) -> list[int]:
@@ -87,7 +99,7 @@ def request_parameters(
     A chat that begins with a long tool loop has no episodes yet. Its question, for
     which the loop gathers facts, is the patched prompt.
 
-    Writes ``OTHER_EPISODES`` and ``EMBEDDING_JOB`` into the prompt.
+    Writes ``OTHER_EPISODES``, ``EMBEDDING_JOB`` and ``CLUSTERING_JOB`` into the prompt.
 
     Args:
         live: index of the first message of the live turn.
@@ -140,7 +152,31 @@ def request_parameters(
         prompt[EMBEDDING_JOB] = functools.partial(
             frontend.router.embed_new_segments, owner, history
         )
+    if frontend.clusterings is not None:
+        ids = np.asarray(tokens[: max(found[TURN_ENDS], default=0)], np.int32)
+        prompt[CLUSTERING_JOB] = functools.partial(
+            frontend.clusterings.save, route.record, ids
+        )
     return own
+
+
+def save_clustering(prompt: Any, sampling_params: Any) -> None:
+    """Save the clustering of a rendered chat, if its request may leave a session."""
+    job: Callable[[], None] | None = (
+        prompt.get(CLUSTERING_JOB) if isinstance(prompt, dict) else None
+    )
+    if job is not None and uses_sessions(sampling_params):
+        job()
+
+
+def prepare(renderer: Any, policy: KVCachePolicy) -> None:
+    """Get ready for the chats of a renderer: old clusterings are deleted from now on.
+
+    Does not load the encoder.
+    """
+    routing = policy.episode_routing
+    if routing is not None:
+        _frontend(renderer, routing.settings)
 
 
 def _conversation(messages: Sequence[Any]) -> list[Utterance]:
@@ -154,16 +190,18 @@ def _route(
     router: EpisodeRouter, owner: str, history: list[Utterance], query: str
 ) -> Route:
     try:
-        route = router.route(owner, history, query)
+        route = router.route(owner, history, query, session_choice.may_read())
     except KVPolicyError as error:
         raise VLLMValidationError(str(error), parameter="messages") from error
     assert route is not None, "the history is not empty"
     logger.debug(
-        "episode %d of %d (cosine %.2f, switched: %s): encode %.1f ms, match %.1f ms",
+        "episode %d of %d (cosine %.2f, switched: %s, found: %s): encode %.1f ms, "
+        "match %.1f ms",
         route.episode,
         len(route.guides),
         route.similarity,
         route.switched,
+        route.found,
         route.encode_ms,
         route.match_ms,
     )
@@ -174,7 +212,9 @@ def _frontend(renderer: Any, settings: EpisodeSettings) -> EpisodeFrontend:
     with _frontends_lock:
         frontend = _frontends.get(renderer)
         if frontend is None:
-            router = EpisodeRouter(settings, load_encoder)
+            clusterings = clustering_files(renderer.config, settings)
+            router = EpisodeRouter(settings, load_encoder, store=clusterings)
             tokenizer = copy.deepcopy(renderer.get_tokenizer())
-            frontend = _frontends[renderer] = EpisodeFrontend(router, tokenizer)
+            frontend = EpisodeFrontend(router, tokenizer, clusterings)
+            _frontends[renderer] = frontend
         return frontend

@@ -118,6 +118,8 @@ class _Call:
         )
         self._history_only = bool(turns and turns.history_only)
         self._loop_tokens = turns.loop_tokens if turns else None
+        if self._policy is not None:
+            chat_episodes.prepare(renderer, self._policy)
         if self._policy is None and not self._finds_prefix:
             return
         params = self.arguments.get("tok_params") or renderer.default_chat_tok_params

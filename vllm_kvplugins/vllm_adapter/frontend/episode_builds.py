@@ -30,6 +30,7 @@ from vllm_kvplugins.vllm_adapter.config.request_params import (
     LOOP_ENDS,
     PATCHED_PROMPT,
     TURN_ENDS,
+    uses_sessions,
 )
 from vllm_kvplugins.vllm_adapter.frontend.chat_episodes import (
     EMBEDDING_JOB,
@@ -184,7 +185,10 @@ def install() -> None:
         builder.interrupt()
         prompt = arguments["prompt"]
         if isinstance(prompt, dict):
-            builder.submit(_builds_of(prompt), prompt.get(EMBEDDING_JOB))
+            # A build leaves a session, which this request may not want.
+            leaves_sessions = uses_sessions(arguments.get("params"))
+            builds = _builds_of(prompt) if leaves_sessions else []
+            builder.submit(builds, prompt.get(EMBEDDING_JOB))
         return output
 
     AsyncLLM.add_request = add_request

@@ -11,6 +11,7 @@ from vllm.renderers import ChatParams
 from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.vllm_adapter.config.engine_config import policy_of
 from vllm_kvplugins.vllm_adapter.config.request_params import TURN_ENDS
+from vllm_kvplugins.vllm_adapter.frontend.chat_episodes import save_clustering
 from vllm_kvplugins.vllm_adapter.frontend.chat_turns import parameters_of_episodes
 
 # A history ends where a query begins. No cache depends on this query.
@@ -45,6 +46,7 @@ def build(llm: Any, messages: Sequence[dict[str, Any]]) -> int:
         ),
         renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False),
     )
+    save_clustering(prompt, sampling_params=None)  # builds leave sessions
     tokens, episodes = prompt["prompt_token_ids"], parameters_of_episodes(prompt)
     for parameters in episodes:
         history = tokens[: parameters[TURN_ENDS][-1]]

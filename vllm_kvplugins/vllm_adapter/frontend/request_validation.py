@@ -47,7 +47,11 @@ from vllm_kvplugins.vllm_adapter.config.request_params import (
     transfer_problem,
     turn_ends_problem,
 )
-from vllm_kvplugins.vllm_adapter.frontend import chat_turns, shared_prefix
+from vllm_kvplugins.vllm_adapter.frontend import (
+    chat_episodes,
+    chat_turns,
+    shared_prefix,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -91,6 +95,7 @@ def install() -> None:
             self.vllm_config, policy, prompt, request.sampling_params
         )
         _validate(self.vllm_config, policy, request)
+        chat_episodes.save_clustering(prompt, request.sampling_params)
         return request
 
     InputProcessor.process_inputs = process_inputs

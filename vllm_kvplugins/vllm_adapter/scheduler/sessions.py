@@ -34,6 +34,7 @@ from vllm_kvplugins.sessions.replicas import Query, ReplicaSessions
 from vllm_kvplugins.sessions.session_ids import new_id
 from vllm_kvplugins.sessions.settings import SessionDtype, SessionSettings
 from vllm_kvplugins.sessions.stored_pages import query_rows, stored_bytes
+from vllm_kvplugins.vllm_adapter.config.clustering_config import delete_clusterings
 from vllm_kvplugins.vllm_adapter.config.engine_config import request_of
 from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
 from vllm_kvplugins.vllm_adapter.config.request_params import (
@@ -133,6 +134,11 @@ class SchedulerSessions:
             on_memory_freed=manager.device_sessions.drop,
             shared=_shared(self._store, settings),
         )
+        self._delete_clusterings: Callable[[], None] = lambda: None
+        if (routing := self._policy.episode_routing) is not None:
+            self._delete_clusterings = partial(
+                delete_clusterings, vllm_config, routing.settings
+            )
         self._keeps_on_device = settings.session_keep_on_device
         logger.info(
             "sessions: up to %d KiB, unused for %s, files: %s",
@@ -203,6 +209,7 @@ class SchedulerSessions:
         """
         if self._store is None:
             self.directory.clear()
+            self._delete_clusterings()
             return
         logger.warning(
             "%s",

@@ -201,9 +201,10 @@ def _install_front_end(vllm_config: VllmConfig, policy: KVCachePolicy) -> None:
 
         chat_turns.install()
     if policy.episode_routing is not None:
-        from vllm_kvplugins.vllm_adapter.frontend import episode_builds
+        from vllm_kvplugins.vllm_adapter.frontend import episode_builds, session_choice
 
         episode_builds.install()
+        session_choice.install()
 
 
 def _tokenizer(vllm_config: VllmConfig) -> Any:
