@@ -31,7 +31,7 @@ _LEFT_OUT = pytest.StashKey[int]()
 _INDEPENDENT = ("tests/engine/test_fuzz.py",)
 _LONGEST = _INDEPENDENT
 # Runner V2 is interpreted on a CPU and takes two to six times as long as V1.
-_ON_V2 = ("test_compat_v2.py", "test_sekv_engine.py")
+_ON_V2 = ("test_compat_v2.py",)
 _STRENGTHS = {"each_value": 1, "each_pair": 2}
 
 

@@ -187,9 +187,8 @@ def test_chats_are_routed(model_path):
     assert all(len(each["turn_ends"]) == 1 for each in run["parameters"])
 
 
-@pytest.mark.parametrize(
-    "place", ["session_dir", pytest.param("session_url", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # test_clusterings.py and test_chat_clusterings.py have no engine
+@pytest.mark.parametrize("place", ["session_dir", "session_url"])
 def test_an_episode_is_restored_after_a_restart(model_path, tmp_path, place):
     """With its clustering, although the conversation has grown since."""
     pytest.importorskip("sentence_transformers")
