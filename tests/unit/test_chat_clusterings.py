@@ -23,7 +23,8 @@ from vllm.renderers.online_renderer import OnlineRenderer
 
 from vllm_kvplugins.episodes.settings import EpisodeSettings
 from vllm_kvplugins.sessions import clusterings
-from vllm_kvplugins.sessions.clusterings import ClusteringFiles, tokens_digests
+from vllm_kvplugins.sessions.clustering_records import tokens_digests
+from vllm_kvplugins.sessions.clusterings import ClusteringFiles
 from vllm_kvplugins.sessions.storage import DirectoryStorage
 from vllm_kvplugins.vllm_adapter.config import clustering_config
 from vllm_kvplugins.vllm_adapter.frontend import chat_episodes, session_choice

@@ -20,43 +20,38 @@ these beginnings. Files are unique, and are never rewritten. They contain text.
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import threading
 import time
 import uuid
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-import torch
-
-from vllm_kvplugins.episodes.clustering import Clustering
 from vllm_kvplugins.episodes.store import ClusteredHistory, ClusteringRecord
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.log_throttle import LogThrottle
 from vllm_kvplugins.sessions import tensor_file
+from vllm_kvplugins.sessions.clustering_records import (
+    FILE_NAME,
+    SUFFIX,
+    clustered,
+    first_part_of_id,
+    packed,
+    parsed_id,
+    short_digest,
+)
 from vllm_kvplugins.sessions.commands import Tokens
 from vllm_kvplugins.sessions.file_thread import FileThread
-from vllm_kvplugins.sessions.files import CONTENT_ERRORS, Identity, verified
-from vllm_kvplugins.sessions.session_ids import (
-    ParsedId,
-    bucket_start,
-    bucket_starts,
-    digests_at,
-)
+from vllm_kvplugins.sessions.files import Identity, verified
+from vllm_kvplugins.sessions.session_ids import bucket_starts
 from vllm_kvplugins.sessions.storage import SessionStorage, StoredFile
 from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
 logger = logging.getLogger("vllm.kv_policy")
 
-FORMAT = "kvp-clustering-1"
-FILE_NAME = re.compile(r"(?P<id>[0-9a-f-]+)\.clustering\.safetensors")
-_SUFFIX = ".clustering.safetensors"
 # A file holds centroids and a patched prompt per episode: some kilobytes, usually.
 _MAX_FILE_BYTES = 4 << 20
 _KEYS = 8  # of one look-up: clusterings of more than a quarter of the history
@@ -105,20 +100,6 @@ class _LookUp:
     has_ended: bool = False
     has_failed: bool = False
     found: ClusteredHistory | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AboutClustering:
-    """What a file says about its clustering.
-
-    Attributes:
-        tokens: number of first tokens of the conversation when it was saved.
-        tokens_digest: of these tokens.
-    """
-
-    num_segments: int
-    tokens: int
-    tokens_digest: str
 
 
 class ClusteringFiles:
@@ -241,10 +222,10 @@ class ClusteringFiles:
         for start in bucket_starts(len(digests), shortest, _KEYS):
             files = [
                 (parsed.num_tokens, file)
-                for file in self.storage.list(f"{_short(digests[start - 1])}-")
-                if (parsed := _parsed(file.name)) is not None
+                for file in self.storage.list(f"{short_digest(digests[start - 1])}-")
+                if (parsed := parsed_id(file.name)) is not None
                 and shortest <= parsed.num_tokens <= len(digests)
-                and parsed.digest == _short(digests[parsed.num_tokens - 1])
+                and parsed.digest == short_digest(digests[parsed.num_tokens - 1])
                 and not self._is_expired(file)
             ]
             files.sort(key=lambda each: (-each[0], each[1].name))
@@ -271,7 +252,7 @@ class ClusteringFiles:
                 raise SessionFileError(f"{file.name}: of another encoder or version")
             if about.get("history") != digest.hex():
                 raise SessionFileError(f"{file.name}: of another history")
-            found = _clustered(file.name, about, tensors)
+            found = clustered(file.name, about, tensors)
         except SessionFileError as error:
             with self._changed:
                 self._log(coded("KVP309", f"file of a clustering skipped: {error}"))
@@ -336,12 +317,12 @@ class ClusteringFiles:
         if not self._is_prepared:
             self.storage.prepare()
             self._is_prepared = True
-        first = _first_part_of_id(record.digests)
+        first = first_part_of_id(record.digests)
         for file in sorted(self.storage.list(first), key=lambda file: file.name):
             is_young = not self._is_aging(file.modified)
             if is_young and self._read(file, record.digests[-1]) is not None:
                 return  # and touched
-        about, tensors = self._packed(record, tokens)
+        about, tensors = packed(record, tokens, self.identity)
         num_bytes = len(tensor_file.packed(tensors, about))
         limit_bytes = min(_MAX_FILE_BYTES, self._limit_bytes or _MAX_FILE_BYTES)
         if num_bytes > limit_bytes:
@@ -356,31 +337,10 @@ class ClusteringFiles:
                 )
             return
         self._make_room(num_bytes)
-        name = f"{first}{uuid.uuid4().hex[:16]}{_SUFFIX}"
+        name = f"{first}{uuid.uuid4().hex[:16]}{SUFFIX}"
         self.storage.write(name, tensors, about)
         with self._changed:
             self.counts.saved += 1
-
-    def _packed(
-        self, record: ClusteringRecord, tokens: Tokens
-    ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-        clustering, n = record.clustered.clustering, len(tokens)
-        tensors = {
-            "labels": torch.tensor(clustering.labels, dtype=torch.int64),
-            "centroids": torch.tensor(clustering.centroids, dtype=torch.float32),
-            "medoids": torch.tensor(clustering.medoids, dtype=torch.int64),
-        }
-        about = {
-            "format": FORMAT,
-            "fingerprint": self.identity.fingerprint,
-            "facts": json.dumps(self.identity.facts),
-            "history": record.digests[-1].hex(),
-            "guides": json.dumps(record.clustered.guides),
-            "reason": clustering.reason,
-            "tokens": str(n),
-            "tokens_digest": tokens_digests(tokens, [n])[n],
-        }
-        return about | {"digest": tensor_file.digest(about, tensors)}, tensors
 
     def _make_room(self, num_bytes: int) -> None:
         """Delete what was not used for the longest time, so that a file fits."""
@@ -471,86 +431,3 @@ def _sweep_repeatedly(files: weakref.ref[ClusteringFiles], period_s: float) -> N
         current.sweep()
         del current
         time.sleep(period_s)
-
-
-# -- names and contents ----------------------------------------------------------------
-
-
-def tokens_digests(tokens: Tokens, lengths: Sequence[int]) -> dict[int, str]:
-    """Digests of first tokens, by number of tokens, as in files of clusterings."""
-    return digests_at("", tokens, lengths)
-
-
-def _short(digest: bytes) -> str:
-    """A digest as it is in names."""
-    return digest.hex()[:24]
-
-
-def _first_part_of_id(digests: Sequence[bytes]) -> str:
-    """What all names of a clustering begin with; only a random part is missing."""
-    n = len(digests)
-    return f"{_short(digests[bucket_start(n) - 1])}-{n}-{_short(digests[-1])}-"
-
-
-def _parsed(name: str) -> ParsedId | None:
-    parts = FILE_NAME.fullmatch(name)
-    return None if parts is None else ParsedId.of(parts["id"])
-
-
-def about_clustering(name: str, about: Mapping[str, str]) -> AboutClustering:
-    """What a file says about its clustering.
-
-    Raises:
-        SessionFileError: it is not in this format, or not a clustering.
-    """
-    if about.get("format") != FORMAT:
-        raise SessionFileError(f"{name}: not in format {FORMAT}")
-    parsed = _parsed(name)
-    try:
-        segments = 0 if parsed is None else parsed.num_tokens
-        return AboutClustering(segments, int(about["tokens"]), about["tokens_digest"])
-    except CONTENT_ERRORS as error:
-        raise SessionFileError(f"{name}: not a clustering ({error})") from error
-
-
-def _clustered(
-    name: str, about: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
-) -> ClusteredHistory:
-    """The clustering of a file whose digest is correct.
-
-    Raises:
-        SessionFileError: it is not in this format, or not a clustering.
-    """
-    segments = about_clustering(name, about).num_segments
-    try:
-        labels, centroids, medoids = (
-            tensors[key].numpy().copy() for key in ("labels", "centroids", "medoids")
-        )
-        guides = json.loads(about["guides"])
-        reason = about["reason"]
-    except CONTENT_ERRORS as error:
-        raise SessionFileError(f"{name}: not a clustering ({error})") from error
-    episodes = len(centroids) if centroids.ndim == 2 else 0
-    fits = (
-        episodes > 0
-        and (labels.dtype, labels.shape) == (np.int64, (segments,))
-        and (medoids.dtype, medoids.shape) == (np.int64, (episodes,))
-        and centroids.dtype == np.float32
-        and np.isfinite(centroids).all()
-        and _are_indices(labels, episodes)
-        and _are_indices(medoids, segments)
-        and isinstance(guides, list)
-        and len(guides) == episodes
-        and all(isinstance(guide, str) and guide for guide in guides)
-    )
-    if not fits:
-        raise SessionFileError(f"{name}: not a clustering (impossible values)")
-    for array in (labels, centroids, medoids):
-        array.setflags(write=False)  # threads share them
-    return ClusteredHistory(
-        Clustering(labels, centroids, medoids, reason), tuple(guides)
-    )
-
-
-def _are_indices(array: np.ndarray, count: int) -> bool:
-    return bool(len(array)) and 0 <= int(array.min()) <= int(array.max()) < count

@@ -11,8 +11,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from vllm_kvplugins.errors import KVPolicyError, coded
-from vllm_kvplugins.sessions import clusterings
-from vllm_kvplugins.sessions.clusterings import about_clustering, tokens_digests
+from vllm_kvplugins.sessions import clustering_records
+from vllm_kvplugins.sessions.clustering_records import about_clustering, tokens_digests
 from vllm_kvplugins.sessions.files import (
     CONTENT_ERRORS,
     FILE_NAME,
@@ -156,7 +156,7 @@ def list_clusterings(folders: Iterable[SessionStorage]) -> list[FoundClustering]
         (folder, file)
         for folder in folders
         for file in folder.list()
-        if clusterings.FILE_NAME.fullmatch(file.name)
+        if clustering_records.FILE_NAME.fullmatch(file.name)
     ]
     with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
         return list(pool.map(lambda each: _found_clustering(*each), listed))
@@ -183,7 +183,7 @@ def _is_damaged_clustering(storage: SessionStorage, name: str) -> bool:
         about, _ = storage.read(name, only=())
     except SessionFileError:
         return False
-    return about.get("format") == clusterings.FORMAT
+    return about.get("format") == clustering_records.FORMAT
 
 
 def clusterings_of(

@@ -11,7 +11,8 @@ from vllm_kvplugins import __version__
 from vllm_kvplugins.config import parse_sessions
 from vllm_kvplugins.episodes.encoder import weights_folder
 from vllm_kvplugins.episodes.settings import EpisodeSettings
-from vllm_kvplugins.sessions.clusterings import FORMAT, ClusteringFiles
+from vllm_kvplugins.sessions.clustering_records import FORMAT
+from vllm_kvplugins.sessions.clusterings import ClusteringFiles
 from vllm_kvplugins.sessions.files import Identity
 from vllm_kvplugins.sessions.object_store import open_storage
 from vllm_kvplugins.sessions.settings import SessionSettings
