@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_kvplugins.choice.settings import AUTO, AutoSettings
+from vllm_kvplugins.choice import AUTO
+from vllm_kvplugins.choice.settings import AutoSettings
 from vllm_kvplugins.errors import KVPolicyError, coded, codes_in, refuse
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.policies.registry import get_policy_class

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from harness import run_scenario
 from texts import random_tokens
-from tiny_model import VOCABULARY, write_config
+from tiny_model import MLA, VOCABULARY, write_config
 from typer.testing import CliRunner
 
 from vllm_kvplugins.cli import app
@@ -25,20 +25,6 @@ SMALL, LARGE = {"num_gpu_blocks_override": 70}, {"num_gpu_blocks_override": 700}
 LENGTH = {"max_model_len": 1024, "max_num_seqs": 8}
 SHORT = AUTO | {"answer": 64}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-MLA = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "first_k_dense_replace": 2,
-}
 # name -> kv_policy, other engine arguments
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "stock": (None, LARGE),
@@ -91,6 +77,7 @@ def test_a_pool_for_everything_is_left_to_stock_vllm(chosen):
     assert own["scheduler"] == stock["scheduler"]
     (message,) = own["log"]
     assert "stock vLLM" in message
+    assert message.startswith("INFO")
     assert own["mine"] == 1, "the user's other settings stay"
 
 
@@ -128,6 +115,7 @@ def test_host_memory_is_a_limit_for_the_choice_and_for_the_policy(chosen):
     assert chosen["no host memory"]["policy"] is None
     (message,) = chosen["no host memory"]["log"]
     assert "others wait" in message
+    assert message.startswith("WARNING"), "the user asked for a policy and gets none"
     losing = chosen["no host memory, losses"]
     assert losing["policy"]["name"] == "protokv"
     (message,) = losing["log"]

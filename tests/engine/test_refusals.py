@@ -11,26 +11,12 @@ from typing import Any
 
 import pytest
 from harness import engine_environment, run_scenario
-from tiny_model import write_config
+from tiny_model import MLA, write_config
 
 from vllm_kvplugins.budgets.sensitivity_profile import shipped_profiles
 
 pytestmark = pytest.mark.engine
 
-MLA = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "first_k_dense_replace": 2,
-}
 MISTRAL = {
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",

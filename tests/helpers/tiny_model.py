@@ -38,6 +38,22 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+# Changes of ``write_config`` for a model with latent attention, which policies refuse.
+MLA = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 2,
+}
+
 
 def write_config(folder: Path, **changes: Any) -> Path:
     """A model folder without weights, for ``load_format="dummy"``."""

@@ -4,3 +4,6 @@
 ``--kv-policy auto`` call it with the same kind of request. Needs neither torch nor
 vLLM.
 """
+
+# Stands for a policy, and therefore is the name of none.
+AUTO = "auto"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 from collections.abc import Mapping
@@ -120,8 +121,9 @@ class Evidence:
         return statistics.mean(ratios) if ratios else 0.0
 
 
+@functools.cache
 def load() -> Evidence:
-    """Read the package's file."""
+    """The package's file; it is read once per process."""
     text = resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8")
     return read(json.loads(text))
 

@@ -9,7 +9,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from vllm_kvplugins.amounts import parse_bytes
 from vllm_kvplugins.choice.requests import Workload
 
-AUTO = "auto"
 _ANSWER_TOKENS = 512
 
 

@@ -73,7 +73,8 @@ def catalogue() -> dict[str, Any]:
         loaded.
     """
     from vllm_kvplugins.budgets import ALLOCATORS
-    from vllm_kvplugins.choice.settings import AUTO, AutoSettings
+    from vllm_kvplugins.choice import AUTO
+    from vllm_kvplugins.choice.settings import AutoSettings
     from vllm_kvplugins.cli.settings import first_line
     from vllm_kvplugins.config import KernelSettings, PrefixSettings
     from vllm_kvplugins.policies.registry import (

@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, cast
 
+from vllm_kvplugins.choice import AUTO
 from vllm_kvplugins.errors import KVPolicyError, coded
 
 if TYPE_CHECKING:
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
 
 # The entry-point group in which other packages list policies, "name = module:Class".
 ENTRY_POINTS = "vllm_kvplugins.policies"
-
-# Names that stand for a policy, chosen at start-up, and therefore are none.
-_RESERVED = ("auto",)
 
 # Name on the command line -> "module:Class". The module is imported on first use.
 _POLICIES: dict[str, str] = {
@@ -58,7 +56,7 @@ _POLICIES: dict[str, str] = {
 def _outside() -> dict[str, str]:
     """Policies of installed packages. Names of this package take precedence."""
     entries = entry_points(group=ENTRY_POINTS)
-    taken = {*_POLICIES, *_RESERVED}
+    taken = {*_POLICIES, AUTO}
     return {entry.name: entry.value for entry in entries if entry.name not in taken}
 
 
@@ -95,7 +93,7 @@ def register_policy(name: str, path: str) -> None:
         raise KVPolicyError(
             coded("KVP101", f"policy path must be 'module:Class', got {path!r}")
         )
-    taken = "--kv-policy" if name in _RESERVED else _all().get(name, path)
+    taken = "--kv-policy" if name == AUTO else _all().get(name, path)
     if taken != path:
         raise KVPolicyError(
             coded(
@@ -114,7 +112,7 @@ def get_policy_class(name: str) -> type[KVCachePolicy]:
             name (the message suggests one); KVP103, it cannot be imported; KVP104 to
             KVP107, it is not a policy of this name and this version of the contract.
     """
-    if name in _RESERVED:
+    if name == AUTO:
         raise KVPolicyError(
             coded(
                 "KVP052",

@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvplugins.choice import report
+from vllm_kvplugins.choice import AUTO, report
 from vllm_kvplugins.choice.decision import STOCK_WITH_PLUGIN, decide, served
 from vllm_kvplugins.choice.evidence import load
 from vllm_kvplugins.choice.requests import Request, request_for
-from vllm_kvplugins.choice.settings import AUTO, AutoSettings
+from vllm_kvplugins.choice.settings import AutoSettings
 from vllm_kvplugins.config import CONFIG_KEY, parse_auto
 from vllm_kvplugins.errors import KVPolicyError, coded, refuse
 from vllm_kvplugins.model_config import ConfigOnlyModel
@@ -208,11 +208,19 @@ def _log(
         asked, settings.workload.value, settings.min_score
     )
     text.append(f"all figures: {command}")
-    row = report.row_of(result, chosen)
-    score = 1.0 if row is None else row["share_of_stock"] or 0.0
-    loses = refused or score < AutoSettings().min_score
-    level = logging.WARNING if loses else logging.INFO
+    warns = bool(refused) or _falls_short(result, chosen, asked)
+    level = logging.WARNING if warns else logging.INFO
     logger.log(level, "KV policy %s: %s", AUTO, "\n  ".join(text))
+
+
+def _falls_short(
+    result: dict[str, Any], chosen: dict[str, Any] | None, asked: Request
+) -> bool:
+    """Whether the choice loses answers, or keeps all tokens in too small a pool."""
+    row = report.row_of(result, chosen)
+    if row is None:
+        return bool(result["stock_bytes"] > asked.usable)
+    return (row["share_of_stock"] or 0.0) < AutoSettings().min_score
 
 
 # -- the user's arguments ------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_kvplugins.choice.settings import AUTO
+from vllm_kvplugins.choice import AUTO
 from vllm_kvplugins.config import (
     CONFIG_KEY,
     check_request,
