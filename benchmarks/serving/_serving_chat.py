@@ -4,6 +4,8 @@ Users arrive as a Poisson process. Each sends a message, reads the answer, waits
 exponentially distributed think time, and sends the next message with the whole history,
 as chat front ends do. The history contains the server's real answers. Arrivals, think
 times and texts depend on the seed alone, so every policy gets the same load.
+
+``_serving_agents.py`` makes users that are agents: they send results of tools.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 from _serving_metrics import Answer
+
+Message = dict[str, Any]
 
 # words of generated messages; each is one token in most vocabularies
 COMMON = """
@@ -31,9 +36,53 @@ WORDS = COMMON.split()
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """What a user sends before one answer.
+
+    Attributes:
+        messages: appended to the history.
+        call: a tool call that the client adds to the answer, as if the model had made
+            it; None: none.
+    """
+
+    messages: list[Message]
+    call: Message | None = None
+
+    def answer(self, text: str) -> Message:
+        """The answer as the history has it."""
+        calls = {"tool_calls": [self.call]} if self.call else {}
+        return {"role": "assistant", "content": text} | calls
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """All that one user sends.
+
+    Attributes:
+        opening: messages before the first turn.
+        tools: definitions of tools, in every request.
+    """
+
+    turns: list[Turn]
+    opening: Sequence[Message] = ()
+    tools: Sequence[Message] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """One user: when it comes, what it sends, and the think time before later turns."""
+
+    arrival_s: float
+    talk: Talk
+    think_s: list[float]
+
+
+@dataclass(frozen=True, slots=True)
 class ChatLoad:
-    """Settings of the users. ``texts``: file whose paragraphs they send; "" =
-    generated.
+    """Settings of the users.
+
+    Attributes:
+        texts: file whose paragraphs they send; "": generated words.
     """
 
     users: int
@@ -44,14 +93,24 @@ class ChatLoad:
     answer_tokens: int
     texts: str = ""
 
+    def talks(self, random: np.random.Generator) -> list[Talk]:
+        """The conversations of all users."""
+        counts = [self.first_words] + [self.next_words] * (self.turns - 1)
+        pool = paragraphs(Path(self.texts)) if self.texts else []
+        talks = []
+        for _ in range(self.users):
+            if pool:
+                texts = [pool[i] for i in random.choice(len(pool), self.turns)]
+            else:
+                texts = [words(random, count) + "?" for count in counts]
+            turns = [Turn([{"role": "user", "content": text}]) for text in texts]
+            talks.append(Talk(turns))
+        return talks
 
-@dataclass(frozen=True, slots=True)
-class User:
-    """One user: arrival time, messages, and the think time before each."""
 
-    arrival_s: float
-    messages: list[str]
-    think_s: list[float]
+def words(random: np.random.Generator, count: int) -> str:
+    """Common words in random order."""
+    return " ".join(random.choice(WORDS, count))
 
 
 def paragraphs(path: Path) -> list[str]:
@@ -79,34 +138,30 @@ def users_of(load: ChatLoad, rate: float, seed: int) -> list[User]:
     gaps = np.random.default_rng(arrivals_seed).exponential(1 / rate, load.users)
     shape = (load.users, max(0, load.turns - 1))
     thinks = np.random.default_rng(think_seed).exponential(load.think_s, shape)
-    words = np.random.default_rng(text_seed)
-    pool = paragraphs(Path(load.texts)) if load.texts else []
-    users = []
-    for arrival, pauses in zip(np.cumsum(gaps), thinks, strict=True):
-        counts = [load.first_words] + [load.next_words] * (load.turns - 1)
-        if pool:
-            messages = [pool[index] for index in words.choice(len(pool), load.turns)]
-        else:
-            messages = [" ".join(words.choice(WORDS, count)) + "?" for count in counts]
-        users.append(User(float(arrival), messages, pauses.tolist()))
-    return users
+    talks = load.talks(np.random.default_rng(text_seed))
+    return [
+        User(float(arrival), talk, pauses.tolist())
+        for arrival, talk, pauses in zip(np.cumsum(gaps), talks, thinks, strict=True)
+    ]
 
 
 async def ask(
     session: aiohttp.ClientSession,
     url: str,
     model: str,
-    messages: list[dict[str, str]],
+    messages: Sequence[Message],
     max_tokens: int,
+    tools: Sequence[Message] = (),
 ) -> Answer:
     """Stream one answer of exactly ``max_tokens`` tokens; never raises on failure.
 
     Answers have a fixed length (``ignore_eos``), so that policies with different
-    answers do the same work.
+    answers do the same work. For the same reason the model does not choose tools; the
+    prompt still contains their definitions.
     """
     body = {
         "model": model,
-        "messages": messages,
+        "messages": list(messages),
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
@@ -114,6 +169,8 @@ async def ask(
         # The usage count in every chunk tells chunks with tokens from those without.
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
+    if tools:
+        body |= {"tools": list(tools), "tool_choice": "none"}
     answer = Answer(time.perf_counter())
     try:
         async with session.post(f"{url}/v1/chat/completions", json=body) as response:
@@ -159,15 +216,17 @@ async def _converse(
 ) -> list[Answer]:
     """Run all turns of one user; a failure ends the conversation."""
     await asyncio.sleep(max(0.0, start_s + user.arrival_s - time.perf_counter()))
-    history: list[dict[str, str]] = []
-    answers: list[Answer] = []
-    for message, pause_s in zip(user.messages, [0.0, *user.think_s], strict=True):
+    talk = user.talk
+    history, answers = list(talk.opening), list[Answer]()
+    for turn, pause_s in zip(talk.turns, [0.0, *user.think_s], strict=True):
         await asyncio.sleep(pause_s)
-        history.append({"role": "user", "content": message})
-        answers.append(await ask(session, url, model, history, answer_tokens))
+        history += turn.messages
+        answers.append(
+            await ask(session, url, model, history, answer_tokens, talk.tools)
+        )
         if answers[-1].error:
             break
-        history.append({"role": "assistant", "content": answers[-1].text})
+        history.append(turn.answer(answers[-1].text))
     return answers
 
 

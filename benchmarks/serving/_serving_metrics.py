@@ -36,6 +36,9 @@ COUNTERS = {
     "num_preemptions_total": "preemptions",
     "prefix_cache_queries_total": "prefix_queries",
     "prefix_cache_hits_total": "prefix_hits",
+    "prompt_tokens_total": "prompt_tokens",
+    # A sum over finished requests, without what a cache or a session had.
+    "request_prefill_kv_computed_tokens_sum": "computed_tokens",
     "kv_policy_blocks_freed_total": "blocks_freed",
 }
 _LINE = re.compile(r"^vllm:(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
@@ -226,9 +229,12 @@ def server_figures(
         columns[name] = [round(sample.get(name, 0)) for sample in inside]
     queries = change.pop("prefix_queries")
     hits = change.pop("prefix_hits")
+    prompt_tokens = change.pop("prompt_tokens")
     figures: dict[str, Any] = {"pool_blocks": round(pool)}
     figures |= {name: round(value) for name, value in change.items()}
     figures["prefix_hit_share"] = hits / queries if queries else 0.0
+    if prompt_tokens:
+        figures["computed_share"] = change["computed_tokens"] / prompt_tokens
     for name in BYTES:
         # Also of the last sample: a gauge keeps the value of the last step.
         figures[f"peak_{name}"] = max(

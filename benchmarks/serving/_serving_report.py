@@ -35,6 +35,8 @@ MEMORY = {
     "preemptions": ("preemptions", 1.0, 0),
     "mean_running": ("running, mean", 1.0, 1),
     "prefix_hit_share": ("prefix hits %", 100.0, 0),
+    "computed_share": ("prompt computed %", 100.0, 1),
+    "server_cpu_s": ("server CPU s", 1.0, 0),
     "completed": ("done", 1.0, 0),
     "failed": ("failed", 1.0, 0),
 }
@@ -45,6 +47,7 @@ OTHER = (
     *("peak_device_table_bytes", "peak_host_bytes", "peak_session_bytes"),
     *("peak_session_disk_bytes", "memory_bytes"),
     *("blocks_freed", "duration_s", "input_tokens", "output_tokens", "pool_blocks"),
+    "computed_tokens",
 )
 FIGURES = (*LATENCY, *MEMORY, *OTHER)
 

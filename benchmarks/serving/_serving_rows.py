@@ -13,7 +13,7 @@ from _serving_metrics import Slo
 
 Row = dict[str, Any]
 STOCK = "stock"
-WORKLOADS = ("chat", "random", "dataset")
+WORKLOADS = ("chat", "random", "dataset", "agents")
 
 
 @dataclass(frozen=True, slots=True)

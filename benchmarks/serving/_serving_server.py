@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
+import psutil
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_S = 20.0  # vLLM's own shutdown takes a few seconds
 
@@ -132,6 +134,17 @@ class Group:
         """None while the command runs."""
         assert self.process is not None
         return self.process.poll()
+
+    def cpu_s(self) -> float:
+        """Processor time of the command and its children so far."""
+        assert self.process is not None
+        total = 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            leader = psutil.Process(self.process.pid)
+            for process in (leader, *leader.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    total += sum(process.cpu_times()[:2])
+        return total
 
     def text(self) -> str:
         """The log."""
@@ -292,6 +305,9 @@ class RunningServer:
             raise ServerError(f"{self.url} serves no model")
         self.served = str(models[0]["id"])
         self.root = str(models[0].get("root") or self.served)
+
+    def cpu_s(self) -> None:
+        """Not known: the server may run on another machine."""
 
     def require_alive(self) -> None:
         """Raise ServerError if ``/health`` does not answer."""

@@ -2,8 +2,9 @@
 
 Systems are stock vLLM, policies, and alternatives of vLLM's own (``offload``,
 ``lmcache``, ``fp8``). Workloads: single requests, of random tokens or of a dataset,
-sent and measured by ``vllm bench serve``; and conversations with think time
-(``_serving_chat.py``). One server runs at a time; systems alternate (A, B, A, B …).
+sent and measured by ``vllm bench serve``; conversations with think time
+(``_serving_chat.py``); and agents with tools (``_serving_agents.py``). One server runs
+at a time; systems alternate (A, B, A, B …).
 Every finished measurement is a line of ``--out``. An interrupted run resumes from this
 file. ``--sweep`` searches for the highest rate at which each server meets the service
 level, instead of fixed rates. ``--base-url`` drives a server that already runs.
@@ -29,6 +30,7 @@ from typing import Annotated, Any
 import _path  # noqa: F401
 import typer
 from _engine import provenance
+from _serving_agents import AgentLoad, require_tools
 from _serving_bench import (
     BenchArgumentError,
     BenchLoad,
@@ -38,7 +40,7 @@ from _serving_bench import (
     check_load,
 )
 from _serving_bytes import byte_figures, numbers_per_token
-from _serving_chat import ChatLoad, chat, paragraphs
+from _serving_chat import ChatLoad, chat, paragraphs, users_of
 from _serving_metrics import (
     Sampler,
     Slo,
@@ -98,6 +100,7 @@ class Comparison:
 
     pool: Pool
     chat: ChatLoad
+    agents: AgentLoad
     random: BenchLoad
     slo: Slo
     seed: int
@@ -111,7 +114,9 @@ class Comparison:
         if cell.workload == "dataset":
             assert self.dataset is not None, "checked with the options"
             return self.dataset
-        return self.chat if cell.workload == "chat" else self.random
+        if cell.workload == "random":
+            return self.random
+        return self.agents if cell.workload == "agents" else self.chat
 
     @property
     def served(self) -> str:
@@ -133,15 +138,20 @@ class Comparison:
 
 
 def warm_up(
-    server: Server | RunningServer, comparison: Comparison, blocks: int | None
+    server: Server | RunningServer,
+    comparison: Comparison,
+    blocks: int | None,
+    workloads: set[str],
 ) -> None:
     """Send two short conversations that do not count, and check the pool's size.
 
     Args:
         blocks: of the pool; None = any.
+        workloads: that follow; agents need tools in the chat template.
 
     Raises:
-        ServerError: a conversation fails, or the pool has the wrong size.
+        ServerError: a conversation fails, the pool has the wrong size, or the chat
+            template leaves out tools.
     """
     load = replace(comparison.chat, users=2, turns=1, answer_tokens=8, texts="")
     model, timeout_s = comparison.served, comparison.request_timeout_s
@@ -151,6 +161,10 @@ def warm_up(
     found = read_metrics(server.url).get("blocks")
     if blocks is not None and found != blocks:
         raise ServerError(f"a pool of {found} blocks, not {blocks}")
+    if "agents" in workloads:
+        few = replace(comparison.agents, users=1, turns=2)
+        (agent,) = users_of(few, 1.0, WARM_UP_SEED)
+        require_tools(server.url, comparison.served, agent.talk)
 
 
 def measure(
@@ -170,6 +184,7 @@ def measure(
     """
     load, seed = comparison.load(cell), cell.seed(comparison.seed)
     kept: dict[str, Any] = {}
+    cpu_s = server.cpu_s()
     with Sampler(server.url) as sampler:
         if isinstance(load, ChatLoad):
             began = time.perf_counter()
@@ -211,6 +226,8 @@ def measure(
         pool = comparison.pool
         numbers = numbers_per_token(pool.model)
         figures |= byte_figures(cell.policy, pool, figures, numbers)
+    if cpu_s is not None:
+        figures["server_cpu_s"] = (server.cpu_s() or 0.0) - cpu_s
     measured = {"figures": figures, "samples": samples} | kept
     return measured | ({"first_error": errors[0][:300]} if errors else {})
 
@@ -262,7 +279,7 @@ def run_all(
         if next_cell(comparison, sweep, same, rows) is None:
             continue
         try:
-            with started(comparison, same[0]) as server:
+            with started(comparison, same) as server:
                 say(f"{label}: ready after {server.start_s:.0f} s")
                 while cell := next_cell(comparison, sweep, same, rows):
                     measured = measure(server, comparison, cell, keep)
@@ -283,22 +300,29 @@ def run_all(
 
 
 @contextlib.contextmanager
-def started(comparison: Comparison, cell: Cell) -> Iterator[Server | RunningServer]:
-    """The warm server of a cell's system: a new one, or the one that already runs.
+def started(
+    comparison: Comparison, cells: list[Cell]
+) -> Iterator[Server | RunningServer]:
+    """The warm server of a system: a new one, or the one that already runs.
+
+    Args:
+        cells: of one system.
 
     Raises:
         ServerError: it does not start, or does not answer.
     """
+    system, workloads = cells[0].policy, {cell.workload for cell in cells}
     if comparison.running is not None:
-        warm_up(comparison.running, comparison, None)
+        warm_up(comparison.running, comparison, None, workloads)
         yield comparison.running
         return
-    if missing := missing_of(cell.policy):
+    if missing := missing_of(system):
         raise ServerError(missing)
-    arguments = server_arguments(cell.policy, comparison.pool, comparison.seed)
-    environment = server_environment(cell.policy)
+    arguments = server_arguments(system, comparison.pool, comparison.seed)
+    environment = server_environment(system)
     with serving(arguments, comparison.start_timeout_s, environment) as server:
-        warm_up(server, comparison, pool_of(cell.policy, comparison.pool).blocks)
+        blocks = pool_of(system, comparison.pool).blocks
+        warm_up(server, comparison, blocks, workloads)
         yield server
 
 
@@ -465,7 +489,7 @@ def main(
         typer.Option(
             "--request-rate",
             "--rates",
-            help="requests (random) or users (chat) per second",
+            help="requests (random) or users (chat, agents) per second",
         ),
     ] = "0.5,1,2",
     sweep: Annotated[
@@ -484,23 +508,35 @@ def main(
     workloads: Annotated[
         str,
         typer.Option(
-            help="chat, random, dataset; separated by commas. Default: dataset with "
+            help="chat, agents, random, dataset; by commas. Default: dataset with "
             "--dataset-name, otherwise chat,random"
         ),
     ] = "",
     repetitions: int = 3,
-    users: Annotated[int, typer.Option(help="chat: number of conversations")] = 16,
-    turns: Annotated[int, typer.Option(help="chat: messages per user")] = 4,
-    think_s: Annotated[float, typer.Option(help="chat: mean think time")] = 2.0,
+    users: Annotated[
+        int, typer.Option(help="chat, agents: number of conversations")
+    ] = 16,
+    turns: Annotated[
+        int, typer.Option(help="chat, agents: requests per conversation")
+    ] = 4,
+    think_s: Annotated[
+        float, typer.Option(help="chat, agents: mean think time; of tools, too")
+    ] = 2.0,
     first_words: Annotated[
-        int, typer.Option(help="chat: length of the first message")
+        int, typer.Option(help="chat: length of the first message; agents: of a task")
     ] = 400,
     next_words: Annotated[
-        int, typer.Option(help="chat: length of later messages")
+        int, typer.Option(help="chat: length of later messages; agents: of a result")
     ] = 50,
     answer_tokens: Annotated[
-        int, typer.Option(help="chat: length of every answer")
+        int, typer.Option(help="chat, agents: length of every answer")
     ] = 128,
+    system_words: Annotated[
+        int, typer.Option(help="agents: length of the system prompt that all share")
+    ] = 300,
+    tool_calls: Annotated[
+        int, typer.Option(min=1, help="agents: tool calls after each task")
+    ] = 4,
     texts: Annotated[
         Path | None, typer.Option(help="chat: send the paragraphs of this file")
     ] = None,
@@ -561,7 +597,9 @@ def main(
         str, typer.Option(help="further arguments for vllm serve")
     ] = "",
     seed: int = 0,
-    request_timeout_s: Annotated[float, typer.Option(help="chat only")] = 600.0,
+    request_timeout_s: Annotated[
+        float, typer.Option(help="chat, agents: limit of a request")
+    ] = 600.0,
     start_timeout_s: float = 600.0,
     out: Path = Path("serving.jsonl"),
     csv: Annotated[Path | None, typer.Option(help="table as CSV")] = None,
@@ -595,6 +633,25 @@ def main(
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
         running = read_running(base_url)
         extra = tuple(shlex.split(bench_args))
+        chats = ChatLoad(
+            users,
+            turns,
+            think_s,
+            first_words,
+            next_words,
+            answer_tokens,
+            str(texts or ""),
+        )
+        agents = AgentLoad(
+            users,
+            turns,
+            think_s,
+            first_words,
+            next_words,
+            answer_tokens,
+            system_words=system_words,
+            tool_calls=tool_calls,
+        )
         comparison = Comparison(
             pool=Pool(
                 model or (running.root if running else ""),
@@ -606,15 +663,8 @@ def main(
                 not cuda_is_available() if eager is None else eager,
                 read_server_args(server_args),
             ),
-            chat=ChatLoad(
-                users,
-                turns,
-                think_s,
-                first_words,
-                next_words,
-                answer_tokens,
-                str(texts or ""),
-            ),
+            chat=chats,
+            agents=agents,
             random=BenchLoad(
                 requests,
                 input_tokens,

@@ -1,8 +1,8 @@
 """A stand-in for the ``vllm`` command line: streams answers without a model.
 
-``serve`` answers ``/health``, ``/metrics`` and streamed chat completions, and starts a
-child, as vLLM starts its engine; ``bench serve`` writes a result. Both record their
-arguments and requests in the folder that FAKE_VLLM names.
+``serve`` answers ``/health``, ``/metrics``, ``/tokenize`` and streamed chat
+completions, and starts a child, as vLLM starts its engine; ``bench serve`` writes a
+result. Both record their arguments and requests in the folder that FAKE_VLLM names.
 """
 
 from __future__ import annotations
@@ -38,12 +38,25 @@ def metrics() -> str:
         'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5',
         f'vllm:num_preemptions_total{{engine="0",model_name="m"}} {answered}.0',
         'vllm:num_requests_running{engine="0",model_name="m"} 2.0',
+        f'vllm:prompt_tokens_total{{engine="0"}} {8 * answered}.0',
+        f'vllm:request_prefill_kv_computed_tokens_sum{{engine="0"}} {2 * answered}.0',
     ]
     if option("--kv-policy"):
         lines.append('vllm:kv_policy_host_bytes{engine="0"} 2.097152e+06')
         lines.append('vllm:kv_policy_device_table_bytes{engine="0"} 4096.0')
         lines.append('vllm:kv_policy_session_bytes{engine="0"} 1.048576e+06')
     return "\n".join(lines) + "\n"
+
+
+def count_tokens(body: dict) -> int:
+    """As a chat template without the part that FAKE_TEMPLATE_LACKS names."""
+    messages, lacks = body["messages"], os.environ.get("FAKE_TEMPLATE_LACKS")
+    written = [m for m in messages if m["role"] != lacks]
+    count = sum(len(m["content"].split()) for m in written)
+    count += (
+        3 * sum(len(m.get("tool_calls", ())) for m in messages) * (lacks != "calls")
+    )
+    return count + 5 * len(body.get("tools", ())) * (lacks != "tools")
 
 
 async def stream(body: dict, writer: asyncio.StreamWriter) -> None:
@@ -85,6 +98,8 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         writer.write(json.dumps({"data": [model]}).encode())
     elif path == "/metrics":
         writer.write(metrics().encode())
+    elif path == "/tokenize":
+        writer.write(json.dumps({"count": count_tokens(json.loads(body))}).encode())
     elif path == "/v1/chat/completions" and status == 200:
         note("requests", body.decode())
         await stream(json.loads(body), writer)

@@ -16,7 +16,7 @@ import _serving_chat as chat_module
 import _serving_metrics as metrics
 import _serving_report as report_module
 import _serving_rows as rows_module
-from _serving_chat import ChatLoad, users_of
+from _serving_chat import ChatLoad, User, users_of
 from _serving_metrics import Answer, Slo
 from rich.console import Console
 
@@ -50,17 +50,21 @@ def test_users_are_seeded_and_the_rate_changes_only_when_they_come():
     assert users == users_of(few, 4.0, 1)
     assert users != users_of(few, 4.0, 2)
     slower = users_of(few, 2.0, 1)
-    assert [u.messages for u in slower] == [u.messages for u in users]
+    assert [u.talk for u in slower] == [u.talk for u in users]
     assert [u.think_s for u in slower] == [u.think_s for u in users]
     assert slower[2].arrival_s == pytest.approx(2 * users[2].arrival_s)
-    assert [len(text.split()) for text in users[0].messages] == [5, 3, 3]
+    assert [len(text.split()) for text in texts_of(users[0])] == [5, 3, 3]
+
+
+def texts_of(user: User) -> list[str]:
+    return [turn.messages[-1]["content"] for turn in user.talk.turns]
 
 
 def test_texts_come_from_a_file(tmp_path):
     (file := tmp_path / "texts").write_text("One\nline.\n\n\n Two. \n")
     assert chat_module.paragraphs(file) == ["One\nline.", "Two."]
     load = ChatLoad(20, 2, 1.0, 5, 3, 8, str(file))
-    arguments = {text for user in users_of(load, 1.0, 0) for text in user.messages}
+    arguments = {text for user in users_of(load, 1.0, 0) for text in texts_of(user)}
     assert arguments == {"One\nline.", "Two."}
     file.write_text("\n\n")
     with pytest.raises(ValueError, match="no text"):

@@ -22,6 +22,7 @@ pytest.importorskip("aiohttp")
 import _serving_bench as bench_module
 import _serving_server as server_module
 import benchmark_serving
+from _serving_agents import AgentLoad
 from _serving_chat import ChatLoad, chat
 from _serving_metrics import Sampler, Slo
 from _serving_report import report
@@ -34,6 +35,7 @@ SNAPKV = {"name": "snapkv"}
 COMPARISON = benchmark_serving.Comparison(
     pool=Pool("/m", 320, 32, 2048, "auto", True, True),
     chat=ChatLoad(3, 2, 0.01, 4, 3, 6),
+    agents=AgentLoad(3, 4, 0.01, 4, 3, 6, system_words=5, tool_calls=2),
     random=bench_module.BenchLoad(3, 10, 4),
     slo=Slo(1e6, 1e6),
     seed=0,
@@ -101,13 +103,73 @@ def test_conversations_grow_by_the_true_answers(folder):
     assert {(b["max_tokens"], b["ignore_eos"]) for b in bodies} == {(6, True)}
 
 
+def test_agents_send_results_of_tools(folder):
+    """Two tool calls after each task, so requests come as task, result, result, task.
+
+    All agents share the system prompt and the tools. The client adds the calls.
+    """
+    out = folder / "rows.jsonl"
+    cells = cells_of([{}], ["agents"], [50.0], 1)
+    assert benchmark_serving.run_all(COMPARISON, cells, out, lambda line: None) == []
+    bodies = [json.loads(line) for line in noted(folder, "requests")]
+    sent = [body for body in bodies if "tools" in body]
+    assert len(sent) == 3 * 4
+    assert {body["tool_choice"] for body in sent} == {"none"}
+    assert len({json.dumps(body["tools"]) for body in sent}) == 1
+    assert len({body["messages"][0]["content"] for body in sent}) == 1
+    longest = [body["messages"] for body in sent if len(body["messages"]) == 8]
+    assert len(longest) == 3
+    for messages in longest:
+        system, *talk = messages
+        assert system["role"] == "system"
+        roles = ["user", "assistant", "tool", "assistant", "tool", "assistant", "user"]
+        assert [message["role"] for message in talk] == roles
+        calls = [m.get("tool_calls", []) for m in talk if m["role"] == "assistant"]
+        assert [len(each) for each in calls] == [1, 1, 0]
+        results = [m["tool_call_id"] for m in talk if m["role"] == "tool"]
+        assert results == [each[0]["id"] for each in calls[:2]]
+        assert talk[1]["content"] == "2.0 2.1 2.2 2.3 2.4 2.5 "  # the server's answer
+    tasks = {messages[1]["content"] for messages in longest}
+    assert len(tasks) == 3
+    (row,) = read_rows(out).values()
+    assert row["figures"]["completed"] == 12
+    assert row["figures"]["computed_share"] == 0.25
+    assert row["figures"]["server_cpu_s"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("lacks", "named"),
+    [("tools", "tools"), ("calls", "tool calls"), ("tool", "results of tools")],
+)
+def test_a_chat_template_without_tools_is_refused(folder, monkeypatch, lacks, named):
+    monkeypatch.setenv("FAKE_TEMPLATE_LACKS", lacks)
+    messages: list[str] = []
+    cells = cells_of([{}], ["agents"], [50.0], 1)
+    out = folder / "rows.jsonl"
+    failed = benchmark_serving.run_all(COMPARISON, cells, out, messages.append)
+    assert failed == ["stock"]
+    assert f"leaves out {named};" in messages[-1]
+    assert "--chat-template FILE" in messages[-1]
+
+
+def test_processor_time_includes_that_of_children(tmp_path):
+    busy = f"{sys.executable} -c 'sum(range(4_000_000))'; sleep 60"
+    with server_module.Group(
+        ["sh", "-c", f"({busy}); true"], tmp_path / "log"
+    ) as group:
+        deadline = time.monotonic() + 30
+        while group.cpu_s() < 0.03 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert group.cpu_s() >= 0.03
+
+
 def test_a_failure_ends_a_conversation_and_is_counted(folder):
     with serving(["/m", "--refuse", "1"], 30.0) as server:
         answers = chat(server.url, "/m", COMPARISON.chat, 50.0, 0, 20.0)
         assert len(answers) == 3
         assert answers[0].error == "400: too long"
         with pytest.raises(ServerError, match="warm up failed: 400: too long"):
-            benchmark_serving.warm_up(server, COMPARISON, 10)
+            benchmark_serving.warm_up(server, COMPARISON, 10, set())
 
 
 def test_a_pool_of_another_size_is_refused(folder):
@@ -115,7 +177,7 @@ def test_a_pool_of_another_size_is_refused(folder):
         serving(["/m", "--num-gpu-blocks-override", "10"], 30.0) as server,
         pytest.raises(ServerError, match=r"9\.0 blocks, not 10"),
     ):
-        benchmark_serving.warm_up(server, COMPARISON, 10)
+        benchmark_serving.warm_up(server, COMPARISON, 10, set())
 
 
 def test_all_is_measured_once(folder, monkeypatch):

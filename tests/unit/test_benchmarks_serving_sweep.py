@@ -8,6 +8,7 @@ from typing import Any
 
 import benchmark_serving
 import pytest
+from _serving_agents import AgentLoad
 from _serving_bench import BenchLoad
 from _serving_bytes import compared_bytes
 from _serving_chat import ChatLoad
@@ -30,6 +31,7 @@ POOL = Pool("/m", 320, 32, 4096, "auto", True, True)
 COMPARISON = benchmark_serving.Comparison(
     pool=POOL,
     chat=ChatLoad(3, 2, 0.01, 5, 3, 8),
+    agents=AgentLoad(3, 2, 0.01, 5, 3, 8),
     random=BenchLoad(6, 8, 8),
     slo=Slo(1000.0, 1000.0),
     seed=7,
