@@ -308,3 +308,9 @@ def test_two_api_servers_send_a_question_to_the_same_episode(model_path, tmp_pat
         )
         assert files(".clustering") == 1
         assert (hits, misses) == (turns, 1)
+        found, saved, failures = (
+            metric(base, f"vllm:kv_policy_clusterings_{name}_total")
+            for name in ("found", "saved", "failures")
+        )
+        assert found >= 1, "counted in any of the two API servers"
+        assert (saved, failures) == (1, 0)

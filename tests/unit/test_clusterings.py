@@ -544,3 +544,19 @@ def test_a_store_that_nobody_uses_leaves_no_thread(storage):
     del server
     gc.collect()
     wait_for(lambda: not any(thread.is_alive() for thread in new), 20)
+
+
+def test_every_count_is_told_as_it_grows(tmp_path):
+    """What metrics are made of: found, saved and failures, each when it happens."""
+    told: list[str] = []
+    storage = FaultyStorage(in_folder(tmp_path))
+    first = Server(storage, counted=told.append)
+    first.ask(HISTORY)
+    wait_for(lambda: told == ["saved"])
+    second = Server(storage, counted=told.append)
+    second.ask(HISTORY, saves=False)
+    assert told == ["saved", "found"]
+    storage.fails = True
+    third = Server(storage, counted=told.append)
+    third.ask(HISTORY, saves=False)
+    assert told == ["saved", "found", "failures"]

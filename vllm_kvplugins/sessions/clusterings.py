@@ -116,6 +116,8 @@ class ClusteringFiles:
         sweeps: whether to look for old files now and then; otherwise they are only
             not used.
         clock: seconds, monotonic.
+        counted: is called with the name of a field of ``Counts`` when it grows; must
+            return at once.
     """
 
     def __init__(
@@ -128,10 +130,12 @@ class ClusteringFiles:
         limit_bytes: int | None = None,
         sweeps: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        counted: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.storage = storage
         self.identity = identity
         self.counts = Counts()
+        self._counted = counted
         self._lookup_s, self._load_s = lookup_s, load_s
         self._max_age_s = max_age_s
         self._limit_bytes = limit_bytes
@@ -193,7 +197,7 @@ class ClusteringFiles:
                 look_up.deadline = self._clock()
                 self._fail("a look-up was not answered in time")
             elif look_up.found is not None:
-                self.counts.found += 1
+                self._count("found")
             return look_up.found if look_up.has_ended else None
 
     def _search(self, look_up: _LookUp) -> None:
@@ -280,7 +284,7 @@ class ClusteringFiles:
             if self._is_closed or not is_new:
                 return
             if self._num_waiting >= _MAX_WAITING:
-                self.counts.refused += 1
+                self._count("refused")
                 self._log(
                     coded(
                         "KVP319",
@@ -301,7 +305,7 @@ class ClusteringFiles:
             self._is_prepared = False  # somebody may have removed the folder
             with self._changed:
                 self._known.pop(record.digests[-1], None)
-                self.counts.failures += 1
+                self._count("failures")
                 self._log(coded("KVP319", f"a clustering could not be saved ({error})"))
         finally:
             with self._changed:
@@ -327,7 +331,7 @@ class ClusteringFiles:
         limit_bytes = min(_MAX_FILE_BYTES, self._limit_bytes or _MAX_FILE_BYTES)
         if num_bytes > limit_bytes:
             with self._changed:
-                self.counts.refused += 1
+                self._count("refused")
                 self._log(
                     coded(
                         "KVP319",
@@ -340,7 +344,7 @@ class ClusteringFiles:
         name = f"{first}{uuid.uuid4().hex[:16]}{SUFFIX}"
         self.storage.write(name, tensors, about)
         with self._changed:
-            self.counts.saved += 1
+            self._count("saved")
 
     def _make_room(self, num_bytes: int) -> None:
         """Delete what was not used for the longest time, so that a file fits."""
@@ -375,7 +379,7 @@ class ClusteringFiles:
                     self.storage.delete(file.name)
         except OSError as error:
             with self._changed:
-                self.counts.failures += 1
+                self._count("failures")
                 self._log(coded("KVP319", f"clusterings were not deleted ({error})"))
 
     def _is_expired(self, file: StoredFile) -> bool:
@@ -394,6 +398,10 @@ class ClusteringFiles:
 
     # -- state; hold the lock -------------------------------------------------------
 
+    def _count(self, name: str) -> None:
+        setattr(self.counts, name, getattr(self.counts, name) + 1)
+        self._counted(name)
+
     def _remember(self, digest: bytes) -> None:
         self._known[digest] = self._clock()
         self._known.move_to_end(digest)
@@ -403,7 +411,7 @@ class ClusteringFiles:
     def _fail(self, problem: str) -> None:
         """Let no request wait until the store responds."""
         self._responds = False
-        self.counts.failures += 1
+        self._count("failures")
         self._log(
             coded(
                 "KVP319",

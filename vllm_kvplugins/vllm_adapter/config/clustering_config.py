@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,9 +32,15 @@ _SHARE_OF_DISK = 16
 
 
 def clustering_files(
-    vllm_config: VllmConfig, settings: EpisodeSettings
+    vllm_config: VllmConfig,
+    settings: EpisodeSettings,
+    counted: Callable[[str], None] = lambda name: None,
 ) -> ClusteringFiles | None:
-    """The clusterings in ``session_dir`` or ``session_url``; None if there is none."""
+    """The clusterings in ``session_dir`` or ``session_url``; None if there is none.
+
+    Args:
+        counted: as for ``ClusteringFiles``.
+    """
     sessions = parse_sessions(request_of(vllm_config))
     storage_and_identity = _storage(vllm_config, sessions, settings)
     if storage_and_identity is None:
@@ -47,6 +54,7 @@ def clustering_files(
             sessions.session_load_s,
             sessions.session_max_age_s,
             sweeps=sessions.session_refresh_s is not None,  # null: no listings
+            counted=counted,
         )
     limit_bytes = _LIMIT_BYTES
     if isinstance(sessions.session_disk, int):
@@ -58,6 +66,7 @@ def clustering_files(
         _DIR_LOAD_S,
         sessions.session_max_age_s,
         limit_bytes,
+        counted=counted,
     )
 
 

@@ -46,6 +46,7 @@ from vllm_kvplugins.vllm_adapter.config.request_params import (
 )
 from vllm_kvplugins.vllm_adapter.frontend import session_choice, shared_prefix
 from vllm_kvplugins.vllm_adapter.frontend.conversation_turns import questions_of
+from vllm_kvplugins.vllm_adapter.scheduler import clustering_metrics
 
 logger = init_logger("vllm.kv_policy")
 
@@ -212,7 +213,8 @@ def _frontend(renderer: Any, settings: EpisodeSettings) -> EpisodeFrontend:
     with _frontends_lock:
         frontend = _frontends.get(renderer)
         if frontend is None:
-            clusterings = clustering_files(renderer.config, settings)
+            counted = clustering_metrics.count
+            clusterings = clustering_files(renderer.config, settings, counted)
             router = EpisodeRouter(settings, load_encoder, store=clusterings)
             tokenizer = copy.deepcopy(renderer.get_tokenizer())
             frontend = EpisodeFrontend(router, tokenizer, clusterings)

@@ -30,6 +30,10 @@
 | ``vllm:kv_policy_session_store_failures_total`` | counter | session_url failed |
 | ``vllm:kv_policy_session_rewinds_total`` | counter | hits before a compaction |
 | ``vllm:kv_policy_session_cut_off_total`` | counter | branches lost, memory was full |
+| ``vllm:kv_policy_clusterings_found_total`` | counter | clusterings read from files |
+| ``vllm:kv_policy_clusterings_saved_total`` | counter | clusterings written |
+| ``vllm:kv_policy_clusterings_refused_total`` | counter | clusterings not written |
+| ``vllm:kv_policy_clusterings_failures_total`` | counter | their store failed |
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+
+from vllm_kvplugins.vllm_adapter.scheduler import clustering_metrics
 
 _SUMS = (
     "blocks_freed",
@@ -209,6 +215,29 @@ class PolicyPromMetrics(KVConnectorPromMetrics):
             "because host memory was full.",
         )
         self._histogram(_SECONDS, "Seconds that the compaction of one request takes.")
+        self._count_clusterings()
+
+    def _count_clusterings(self) -> None:
+        """Clusterings belong to no engine; this process counts them for its first."""
+        self._counter(
+            "clusterings_found",
+            "Clusterings of conversations found in session_dir or session_url, usually "
+            "after a restart or on another replica.",
+        )
+        self._counter("clusterings_saved", "Clusterings that were written.")
+        self._counter(
+            "clusterings_refused",
+            "Clusterings that were not written: many waited, or one was too large.",
+        )
+        self._counter(
+            "clusterings_failures",
+            "Look-ups, writes and deletions of clusterings that failed or were late.",
+        )
+        first = min(self.per_engine_labelvalues)
+        names = ("found", "saved", "refused", "failures")
+        clustering_metrics.attach(
+            {name: getattr(self, f"clusterings_{name}")[first] for name in names}
+        )
 
     def _add(self, name: str, metric: Any) -> None:
         bound = {
