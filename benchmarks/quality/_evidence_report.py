@@ -224,7 +224,7 @@ def _section(model: Model) -> Iterator[str]:
     rows = [
         (label, *_values(cells, shares)) for label, cells in by_policy(model).items()
     ]
-    yield from _table(("policy", *scores), rows)
+    yield from table(("policy", *scores), rows)
     yield from _speed_table(model)
     yield ""
     yield from _remarks(model)
@@ -253,10 +253,10 @@ def _speed_table(model: Model) -> Iterator[str]:
         f"alone, at {at}:\n"
     )
     head = ("policy", "first token ms", "/ stock's", "tokens/s", "/ stock's")
-    yield from _table(head, rows)
+    yield from table(head, rows)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield "| " + " | ".join(head) + " |"
     yield "|---" * len(head) + "|"
     yield from ("| " + " | ".join(row) + " |" for row in rows)

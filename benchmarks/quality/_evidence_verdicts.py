@@ -111,12 +111,12 @@ def _tests(model: Model, cell: Cell) -> Iterator[Comparison]:
             tested = len(set(groups)) >= MIN_CONTEXTS
             both = task in cell and task in other
             if tested and both and not (baseline == STOCK and task == KL):
-                yield _test(model, task, cell, other, groups)
+                yield compared(model, task, cell, other)
 
 
-def _test(
-    model: Model, task: str, cell: Cell, other: Cell, groups: Sequence[str]
-) -> Comparison:
+def compared(model: Model, task: str, cell: Cell, other: Cell) -> Comparison:
+    """One test of two cells that both have the task; ``shown`` is not filled."""
+    groups = [group for _, group in model["samples"][task]]
     sign = -1 if task == KL else 1
     gaps: dict[str, float] = {}
     pairs = zip(cell[task]["scores"], other[task]["scores"], groups, strict=True)

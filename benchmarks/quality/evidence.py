@@ -391,5 +391,20 @@ def report(
             typer.echo(f"wrote {path}")
 
 
+@app.command()
+def compare(
+    file: Annotated[Path, typer.Argument(help="output of `run`")],
+    reference: Annotated[str, typer.Option(help="label of the row to compare with")],
+) -> None:
+    """Print a table of settings against one of them, with paired tests."""
+    from _evidence_compare import comparison
+    from _evidence_report import cells_of
+
+    try:
+        typer.echo(comparison(cells_of(file), reference))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 if __name__ == "__main__":
     app()

@@ -11,6 +11,7 @@ import evidence
 import pytest
 import torch
 from _docs_evidence import verdict_of
+from _evidence_compare import comparison
 from _evidence_engine import ForcedTokens
 from _evidence_report import cells_of, complete, tables
 from _evidence_samples import READ, Prompt, conversation, reference_file, windows
@@ -403,3 +404,34 @@ def test_a_verdict_says_what_was_not_measured():
     refused = {"label": "h2o", "share": 0.1, "policy": {"name": "h2o"}}
     model["cells"].append(refused | {"refused": "holds 9 tokens, more than 3"})
     assert "it holds 9 tokens." in verdict_of([model], "h2o")
+
+
+# -- settings against one of them --------------------------------------------------
+
+
+def test_settings_are_compared_with_one_of_them_on_the_same_samples():
+    far, near = [0.3] * 20, [0.3] * 10 + [0.1] * 10
+    cells = [cell("protokv", BAD), cell("protokv window=64", GOOD)]
+    for one, scores in zip(cells, (far, near), strict=True):
+        one["kl"] = {"samples": 20, "mean": sum(scores) / 20, "scores": scores}
+    model = model_of(*cells, cell("stock", GOOD, share=None))
+    model["samples"]["kl"] = model["samples"]["passkey"]
+    title, *lines = [x for x in comparison(model, "protokv").splitlines() if x]
+    assert title == "At 10 %, against `protokv`:"
+    rows = [[part.strip() for part in line.split("|")[1:-1]] for line in lines]
+    head, _, base, other = rows
+    assert head[:3] == ["settings", "pass keys", "better, worse, p"]
+    assert base[:4] == ["**`protokv`**", "1 of 20", "", "0.300"]
+    assert other[:4] == ["`protokv window=64`", "18 of 20", "18, 1, 7.6e-05", "0.200"]
+    assert other[4].startswith("-0.100 (-0.1"), "the mean gap, and its interval"
+    assert other[5] == "10, 0, 0.002"
+
+
+def test_few_contexts_are_not_tested():
+    model = model_of(cell("a", BAD), cell("b", GOOD), contexts=5)
+    assert "| 18 of 20 | – |" in comparison(model, "a")
+
+
+def test_an_unknown_reference_is_named_with_those_that_exist():
+    with pytest.raises(ValueError, match="'c'; there are a, b"):
+        comparison(model_of(cell("a", BAD), cell("b", GOOD)), "c")
