@@ -187,6 +187,45 @@ def test_only_the_owner_reads_the_folders(tmp_path):
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("what", ["rewritten", "cut off"])
+def test_a_file_that_changes_after_it_was_read_changes_nothing(tmp_path, what):
+    """Another program copies over it, which keeps the file and replaces its contents.
+
+    A mapped file would then change in memory, after its digest was checked, or end the
+    process at the next access.
+    """
+    path = tmp_path / "one.safetensors"
+    tensor_file.write(path, {"pages": torch.arange(4096)}, {"a": "text"})
+    _, tensors = tensor_file.read(path)
+    _, some = tensor_file.read(path, only=("pages",))
+    with path.open("r+b") as file:
+        if what == "rewritten":
+            file.write(bytes(path.stat().st_size))
+        else:
+            file.truncate(8)
+    for read in (tensors, some):
+        assert torch.equal(read["pages"], torch.arange(4096))
+
+
+def test_only_the_tensors_that_are_asked_for_are_read(tmp_path):
+    path = tmp_path / "one.safetensors"
+    both = {"tokens": torch.arange(5), "pages": torch.zeros(4 << 20)}
+    tensor_file.write(path, both, {"a": "text"})
+    tracemalloc.start()
+    about, found = tensor_file.read(path, only=("tokens",))
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (about, list(found)) == ({"a": "text"}, ["tokens"])
+    assert found["tokens"].tolist() == [0, 1, 2, 3, 4]
+    assert most_bytes < 1 << 20, "the pages were read, too"
+    with pytest.raises(tensor_file.SessionFileError):
+        tensor_file.read(path, only=("unknown",))
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+    with pytest.raises(tensor_file.SessionFileError, match="bytes instead of"):
+        tensor_file.read(path, only=("tokens",))
+
+
 def test_other_programs_read_the_files(tmp_path):
     """All types of elements, and tensors without elements."""
     tensors = {

@@ -383,6 +383,119 @@ def test_a_session_with_the_same_tokens_is_replaced():
     directory.check_integrity()
 
 
+class Chats:
+    """Conversations whose turns are sessions of one byte each."""
+
+    def __init__(self, directory: SessionDirectory) -> None:
+        self.directory = directory
+        self.number = 0
+
+    def continues(self, prompt: np.ndarray) -> str | None:
+        """A request starts; the session that it continues."""
+        match = next(self.directory.find("o", prompt), None)
+        if match is None:
+            return None
+        if not match.ready:
+            self.directory.fetch(match, "r")
+            self.answer()
+        self.directory.load(match, "r", len(prompt), ())
+        return match.session.session_id
+
+    def ends(self, prompt: np.ndarray) -> str:
+        """It ends, and leaves a session."""
+        self.number += 1
+        name = f"s{self.number}"
+        assert self.directory.save(session(name, prompt), "r", ())
+        self.answer()
+        return name
+
+    def turn(self, prompt: np.ndarray) -> tuple[str | None, str]:
+        return self.continues(prompt), self.ends(prompt)
+
+    def answer(self) -> None:
+        commands = self.directory.take_commands()
+        for save in commands.saves:
+            self.directory.process([SessionAck("saved", save.session.session_id)])
+            if save.writes:
+                size = 4097 + save.session.tokens.nbytes
+                done = SessionAck("written", save.session.session_id, num_bytes=size)
+                self.directory.process([done])
+        self.directory.process([SessionAck("staged", name) for name in commands.stage])
+        self.directory.check_integrity()
+
+    @property
+    def kept(self) -> set[str]:
+        return {each.session_id for each in self.directory}
+
+
+def turn_of(chat: int, number: int) -> np.ndarray:
+    """The prompt of a turn: 12 tokens more than that of the turn before."""
+    return np.arange(12 * number, dtype=np.int32) + 1000 * chat
+
+
+@pytest.mark.parametrize("left_out", [0, 3])
+def test_memory_for_one_session_per_conversation_serves_every_turn(left_out):
+    """The next turn takes the memory of the one before, also of one whose client leaves
+    out the last tokens of each answer."""
+    chats = Chats(SessionDirectory(8))
+    prompts = {chat: turn_of(chat, 1) for chat in range(8)}
+    newest: dict[int, str] = {}
+    for number in range(1, 10):
+        for chat, prompt in prompts.items():
+            used, newest[chat] = chats.turn(prompt)
+            assert (used is not None) == (number > 1)
+            added = np.arange(12, dtype=np.int32) + 1000 * chat + 100 * number
+            prompts[chat] = np.append(prompt[: len(prompt) - left_out], added)
+    assert chats.kept == set(newest.values())
+
+
+def test_files_of_one_session_per_conversation_serve_every_turn():
+    """All files together have a limit, and memory holds one session."""
+    four_files = 4 * (4097 + turn_of(1, 9).nbytes) + 200
+    chats = Chats(SessionDirectory(2, writes=True, disk_bytes=four_files))
+    for number in range(1, 10):
+        used = [chats.turn(turn_of(chat, number))[0] for chat in range(4)]
+        assert (None in used) == (number == 1)
+
+
+def test_a_beginning_that_several_requests_continue_is_not_superseded():
+    """A document and many questions about it."""
+    chats = Chats(SessionDirectory(4))
+    _, unrelated = chats.turn(turn_of(2, 1))
+    _, document = chats.turn(turn_of(1, 1))
+    questions = [np.append(turn_of(1, 1), tokens(*[i] * 12)) for i in (7, 8)]
+    assert [chats.continues(question) for question in questions] == [document] * 2
+    for question in questions:
+        chats.ends(question)
+    chats.turn(turn_of(3, 1))
+    assert document in chats.kept
+    assert unrelated not in chats.kept, "used less recently"
+
+
+def test_a_superseded_session_that_is_used_again_is_as_good_as_any():
+    """A client that regenerates its last answer."""
+    chats = Chats(SessionDirectory(3))
+    _, first = chats.turn(turn_of(1, 1))
+    _, second = chats.turn(turn_of(1, 2))
+    assert chats.continues(np.append(turn_of(1, 1), tokens(*[5] * 12))) == first
+    chats.turn(turn_of(2, 1))
+    _, other = chats.turn(turn_of(3, 1))
+    assert first in chats.kept
+    assert second not in chats.kept, "now used less recently than all others"
+    assert other in chats.kept
+
+
+def test_another_branch_is_not_superseded():
+    """A client that edits an early message has two conversations from then on."""
+    chats = Chats(SessionDirectory(3))
+    _, whole = chats.turn(turn_of(1, 3))
+    _, other = chats.turn(turn_of(2, 1))
+    chats.turn(np.append(turn_of(1, 1), tokens(*[5] * 24)))
+    chats.turn(turn_of(3, 1))
+    assert whole in chats.kept
+    assert other not in chats.kept, "used less recently than all others"
+
+
 def test_on_memory_freed_is_called_when_a_session_leaves_memory():
     """Also if its file cannot be deleted."""
     closed: list[str] = []

@@ -17,6 +17,7 @@ from vllm_kvplugins.sessions.commands import (
     SessionCommands,
     Tokens,
 )
+from vllm_kvplugins.sessions.eviction_order import EvictionOrder
 from vllm_kvplugins.sessions.index import SessionIndex, index_bytes
 from vllm_kvplugins.sessions.records import Counts, Match, SharedStore
 
@@ -31,6 +32,8 @@ MAX_WAIT_S = 10.0
 # Estimate of what a file has besides pages, queries and tokens. Its size is known when
 # it is written.
 _HEADER_BYTES = 4096
+# Last tokens of a session that its client may leave out of the next turn.
+_TAIL_TOKENS = 8
 
 
 @dataclass(slots=True)
@@ -43,6 +46,7 @@ class _Entry:
         last_used: seconds, on the directory's clock.
         acks_due: number of missing acknowledgements, per event.
         is_found: whether it was found in a shared store.
+        num_loads: how many requests have continued it.
     """
 
     session: Session
@@ -52,6 +56,7 @@ class _Entry:
     file_bytes: int
     acks_due: dict[str, int] = field(default_factory=dict)
     is_found: bool = False
+    num_loads: int = 0
 
 
 @dataclass(slots=True)
@@ -140,9 +145,9 @@ class SessionDirectory:
         self._clock = clock
         self._index = SessionIndex(min_tokens, rewinds)
         self._entries: dict[str, _Entry] = {}  # least recently used first
-        # Sessions whose memory or disk is not "absent", in the same order.
-        self._held: dict[str, None] = {}
-        self._with_file: dict[str, None] = {}
+        # Sessions whose memory or disk is not "absent".
+        self._held = EvictionOrder()
+        self._with_file = EvictionOrder()
         self._writes_due: dict[str, _Write] = {}
         self._commands = SessionCommands()
         self._warned: set[str] = set()  # codes
@@ -220,6 +225,7 @@ class SessionDirectory:
         rewound = match.session.compaction if match.is_rewound else None
         load = Load(*args, in_place, tuple(prefix), rewound, moves)
         self._commands.loads.append(load)
+        self._entries[session_id].num_loads += 1
         self.counts.hits += 1
         self.counts.device_hits += in_place
         self.counts.store_hits += self._entries[session_id].is_found
@@ -245,7 +251,9 @@ class SessionDirectory:
     def save(self, session: Session, request_id: str, blocks: Iterable[int]) -> bool:
         """Command the workers to save the cache of a request.
 
-        Replaces a session of the same owner with exactly the same tokens.
+        Replaces a session of the same owner with exactly the same tokens. The session
+        that this one continues is evicted first from now on, unless several requests
+        have continued it.
 
         Args:
             blocks: physical IDs, from ``session.first_block``.
@@ -257,6 +265,7 @@ class SessionDirectory:
         other = self._index.equal(session.owner, session.tokens)
         if other is not None:
             self._remove(other.session_id)
+        self._supersede_continued(session)
         if not self._make_room(session.num_bytes):
             self._refuse(session)
             return False
@@ -277,6 +286,21 @@ class SessionDirectory:
             self.unwritten_bytes += session.num_bytes
         self._commands.saves.append(Save(session, request_id, tuple(blocks), writes))
         return True
+
+    def _supersede_continued(self, session: Session) -> None:
+        """Let the session that this one continues be evicted first.
+
+        A session that several requests have continued is a beginning that they share,
+        such as a document with many questions.
+        """
+        best = next(self._index.find(session.owner, session.tokens), None)
+        if best is None:
+            return
+        shared, continued = best
+        session_id, left_out = continued.session_id, len(continued.tokens) - shared
+        if left_out <= _TAIL_TOKENS and self._entries[session_id].num_loads < 2:
+            self._held.supersede(session_id)
+            self._with_file.supersede(session_id)
 
     def _refuse(self, session: Session) -> None:
         self.counts.refused += 1
@@ -359,7 +383,7 @@ class SessionDirectory:
             self._forget(session_id)
 
     def _make_index_room(self) -> None:
-        """Forget least recently used sessions that are only in the shared store."""
+        """Forget sessions that are only in the shared store, in the same order."""
         if self._shared is None or self.index_bytes <= self._shared.index_bytes:
             return
         awaited = {wait.session_id for wait in self._waiting.values()}
@@ -443,10 +467,8 @@ class SessionDirectory:
         entry = self._entries.pop(session_id)
         entry.last_used = self._clock()
         self._entries[session_id] = entry
-        for ordered in (self._held, self._with_file):
-            if session_id in ordered:
-                del ordered[session_id]
-                ordered[session_id] = None
+        self._held.touch(session_id)
+        self._with_file.touch(session_id)
 
     def _is_expired(self, entry: _Entry) -> bool:
         if self._max_age_s is None:
@@ -474,7 +496,7 @@ class SessionDirectory:
         return max(self._max_age_s - unused_s, 0.0) + 0.01
 
     def oldest(self, besides: str | None = None) -> str | None:
-        """ID of the least recently used session that can be removed from memory.
+        """ID of the first session in the order of eviction that can leave memory.
 
         Args:
             besides: ID of a session that does not count.
@@ -505,7 +527,7 @@ class SessionDirectory:
         )
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Evict least recently used sessions from memory until ``num_bytes`` are free.
+        """Evict sessions from memory until ``num_bytes`` are free.
 
         Returns:
             Whether enough memory is free.
@@ -527,7 +549,7 @@ class SessionDirectory:
         return True
 
     def _make_disk_room(self, num_bytes: int = 0) -> bool:
-        """Delete least recently used files until ``num_bytes`` are free.
+        """Delete files, in the order of eviction, until ``num_bytes`` are free.
 
         Files that are being written or read stay.
 
@@ -576,14 +598,14 @@ class SessionDirectory:
             if now or session_id not in self._writes_due:
                 self.held_bytes += entry.session.num_bytes * (now - was)
             entry.memory = memory
-            _keep(self._held, session_id, now)
+            self._held.keep(session_id, now)
             if memory == "absent":
                 self._on_memory_freed(session_id)
         if disk is not None:
             was, now = entry.disk != "absent", disk != "absent"
             self.written_bytes += entry.file_bytes * (now - was)
             entry.disk = disk
-            _keep(self._with_file, session_id, now)
+            self._with_file.keep(session_id, now)
         self.index_bytes += _index_bytes(entry)
 
     def _forget(self, session_id: str) -> None:
@@ -650,9 +672,8 @@ class SessionDirectory:
         assert fitting == indexed, "indexed and known sessions differ"
         known = self._entries.items()
         in_memory = [i for i, e in known if e.memory != "absent"]
-        assert in_memory == list(self._held), "sessions in memory, or their order"
-        with_file = [i for i, e in known if e.disk != "absent"]
-        assert with_file == list(self._with_file), "sessions with files, or their order"
+        _check_order(self._held, in_memory)
+        _check_order(self._with_file, [i for i, e in known if e.disk != "absent"])
         last_used = [e.last_used for e in self._entries.values()]
         assert last_used == sorted(last_used), "not in the order of use"
         held = [sizes[i] for i, e in self._entries.items() if e.memory != "absent"]
@@ -676,9 +697,9 @@ def _index_bytes(entry: _Entry) -> int:
     return index_bytes(len(entry.session.tokens)) if is_only_there else 0
 
 
-def _keep(ids: dict[str, None], session_id: str, is_in: bool) -> None:
-    """Add an ID at the end, keep it where it is, or remove it."""
-    if is_in:
-        ids.setdefault(session_id)
-    else:
-        ids.pop(session_id, None)
+def _check_order(order: EvictionOrder, by_use: list[str]) -> None:
+    """Check that an order has these sessions, least recently used first."""
+    ended = order.superseded
+    assert sorted(order) == sorted(by_use), "sessions that can be evicted"
+    others = [session_id for session_id in by_use if session_id not in ended]
+    assert list(order)[len(ended) :] == others, "not in the order of use"

@@ -20,11 +20,12 @@ import stat
 import time
 import uuid
 from collections.abc import Iterable, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 _PART = ".part"
 # The safetensors library has temporary files of its own, which it does not lock.
@@ -47,6 +48,7 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+Contents = bytes | bytearray | memoryview  # of a file, or of its first part
 _LENGTH_BYTES = 8  # length of the header, in front of it
 # No header of a session is as long; a longer one would be read into memory.
 _MAX_HEADER_BYTES = 16 << 20
@@ -122,6 +124,10 @@ def read(
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """The text and the tensors of a file.
 
+    The tensors are copies in memory. Whoever rewrites the file in place later, or cuts
+    it off, changes nothing that was verified; a mapped file would change, or end the
+    process with SIGBUS.
+
     Args:
         only: names of the tensors to read; None: all.
 
@@ -132,14 +138,48 @@ def read(
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise UnreadableFileError(f"{path.name}: not a regular file")
-        with path.open("rb"), safe_open(path, "pt") as file:
-            about = dict(file.metadata() or {})
-            names = file.keys() if only is None else only
-            return about, {name: file.get_tensor(name) for name in names}
+        with path.open("rb", buffering=0) as file:
+            return unpacked(_contents(file, only), only)
     except PermissionError as error:
         raise UnreadableFileError(f"{path.name}: cannot be read ({error})") from error
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SessionFileError, OSError) as error:
+        if isinstance(error, UnreadableFileError):
+            raise
         raise SessionFileError(f"{path.name}: cannot be read ({error})") from error
+
+
+def _contents(file: FileIO, only: Iterable[str] | None) -> memoryview:
+    """A file up to the end of these tensors; None: all of it.
+
+    Raises:
+        SessionFileError: it is longer or shorter than its header says.
+    """
+    size = os.fstat(file.fileno()).st_size
+    first = _read_exactly(file, 0, min(_LENGTH_BYTES, size))
+    first = _read_exactly(file, 0, min(_header_end(first), size))
+    _, entries = _header(first)
+    whole = len(first) + max(
+        (_offsets(each)[1] for each in entries.values()), default=0
+    )
+    if size != whole:
+        raise SessionFileError(f"{size} bytes instead of {whole}")
+    if only is None:
+        return _read_exactly(file, 0, size)
+    ends = [_offsets(entries[name])[1] for name in only if name in entries]
+    return _read_exactly(file, 0, len(first) + max(ends, default=0))
+
+
+def _read_exactly(file: FileIO, start: int, count: int) -> memoryview:
+    """Bytes of a file; fewer if it has been cut off meanwhile."""
+    # Not a bytearray, which would be filled with zeros first.
+    contents, done = np.empty(count, np.uint8).data, 0
+    file.seek(start)
+    while done < count:
+        num_read = file.readinto(contents[done:])
+        if not num_read:
+            break
+        done += num_read
+    return contents[:done]
 
 
 # -- files as bytes, for object stores -----------------------------------------------
@@ -156,7 +196,7 @@ def packed(tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> byt
     return contents.getvalue()
 
 
-def first_tensor_end(first: bytes | bytearray) -> int:
+def first_tensor_end(first: Contents) -> int:
     """Where the first tensor ends; where the header ends, if ``first`` is shorter.
 
     Args:
@@ -173,7 +213,7 @@ def first_tensor_end(first: bytes | bytearray) -> int:
 
 
 def unpacked(
-    contents: bytes | bytearray, only: Iterable[str] | None = None
+    contents: Contents, only: Iterable[str] | None = None
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """The text and the tensors of a file's contents.
 
@@ -196,17 +236,17 @@ def unpacked(
         raise SessionFileError(f"not a session file ({error})") from error
 
 
-def _header_end(first: bytes | bytearray) -> int:
+def _header_end(first: Contents) -> int:
     length = int.from_bytes(first[:_LENGTH_BYTES], "little")
     if len(first) < _LENGTH_BYTES or not 0 < length <= _MAX_HEADER_BYTES:
         raise SessionFileError("no header")
     return _LENGTH_BYTES + length
 
 
-def _header(first: bytes | bytearray) -> tuple[dict[str, str], dict[str, Any]]:
+def _header(first: Contents) -> tuple[dict[str, str], dict[str, Any]]:
     """Text, and an entry per tensor."""
     try:
-        entries = json.loads(first[_LENGTH_BYTES : _header_end(first)])
+        entries = json.loads(bytes(first[_LENGTH_BYTES : _header_end(first)]))
         about = {str(k): str(v) for k, v in entries.pop("__metadata__", {}).items()}
         for entry in entries.values():
             _offsets(entry)
@@ -220,9 +260,7 @@ def _offsets(entry: Mapping[str, Any]) -> tuple[int, int]:
     return int(first), int(stop)
 
 
-def _unpack(
-    contents: bytes | bytearray, start: int, entry: Mapping[str, Any]
-) -> torch.Tensor:
+def _unpack(contents: Contents, start: int, entry: Mapping[str, Any]) -> torch.Tensor:
     """A tensor that refers to the contents of a file.
 
     Raises:
