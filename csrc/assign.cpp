@@ -1,6 +1,7 @@
 // torch bindings of kvp/assign.hpp and kvp/irregularity.hpp. The CUDA version of the
 // former is in assign.cu; the latter has none, torch runs instead.
 #include "kvp/assign.hpp"
+#include "kvp/for_all.hpp"
 
 #include "kvp/irregularity.hpp"
 
@@ -45,9 +46,9 @@ void assign_heads(const Tensor& keys, const Tensor& prototypes, const AssignSize
     work.push_back({first + head * keys.stride(0), size.slots, keys.stride(1),
                     size.head_dim, panel, numbers, packed});
   }
-  [[maybe_unused]] const bool parallel =
-      size.heads * size.slots * size.prototypes * size.head_dim >= kParallelWork;
-#pragma omp parallel if (parallel)
+  [[maybe_unused]] const Work total =
+      Work::products(size.heads * size.slots * size.prototypes * size.head_dim);
+#pragma omp parallel if (total.parallel())
   for (std::int64_t head = 0; head < size.heads; ++head) {
     assign_to_prototypes(simd, work[static_cast<std::size_t>(head)],
                          clusters + head * size.slots);
@@ -113,8 +114,8 @@ void chunk_heads(const Tensor& keys, const Chunked& out) {
     return Chunks<Element>{first + head * keys.stride(0), out.chunks, out.length,
                            keys.stride(1), keys.size(2)};
   };
-  [[maybe_unused]] const bool parallel = 8 * heads * n * keys.size(2) >= kParallelWork;
-#pragma omp parallel if (parallel)
+  [[maybe_unused]] const Work all = Work::products(8 * heads * n * keys.size(2));
+#pragma omp parallel if (all.parallel())
   {
     for (std::int64_t head = 0; head < heads; ++head) {
       irregularity(simd, chunks_of(head), delta.data() + head * n,

@@ -63,14 +63,13 @@ std::tuple<Tensor, Tensor, Tensor> keep_components(
     }
     kept = torch::stable::new_empty(factors, {offset[given.matrices]});
     auto* to = static_cast<Factor*>(kept.mutable_data_ptr());
-    for_all(
-        given.matrices,
-        [&](Index i) {
-          svd::keep_components(given.shape<Factor>(i), given.record<Factor>(i),
-                               gate + first[static_cast<std::size_t>(i)], limit,
-                               to + offset[i]);
-        },
-        offset[given.matrices] * static_cast<Index>(sizeof(Factor)) >= kParallelBytes);
+    for_all(given.matrices,
+            Work::bytes(offset[given.matrices] * static_cast<Index>(sizeof(Factor))),
+            [&](Index i) {
+              svd::keep_components(given.shape<Factor>(i), given.record<Factor>(i),
+                                   gate + first[static_cast<std::size_t>(i)], limit,
+                                   to + offset[i]);
+            });
   });
   return {kept, new_offsets, new_ranks};
 }

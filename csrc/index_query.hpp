@@ -19,6 +19,13 @@ struct QueryCall {
 
   std::int64_t tasks() const { return static_cast<std::int64_t>(views.size()); }
 
+  // Of all queries of all heads.
+  Work work() const {
+    std::int64_t ns = 0;
+    for (const auto& key_index : indexes) ns += key_index->query_ns(options);
+    return Work::nanoseconds(ns * heads * group);
+  }
+
   // An output of this shape, behind the dimension of requests if queries have one.
   Tensor output(const std::vector<std::int64_t>& each, ScalarType type) const {
     std::vector<std::int64_t> shape = leading;

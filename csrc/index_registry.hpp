@@ -43,6 +43,8 @@ class AnyIndex {
   virtual BadKey append(const std::vector<KeyView>& heads, std::int64_t n) = 0;
   virtual std::string integrity(const std::vector<KeyView>& heads,
                                 bool by_page) const = 0;
+  // About how long one query of a KV head takes.
+  virtual std::int64_t query_ns(const QueryOptions& options) const = 0;
   // Calls take(g, top, visits) for each query of a KV head.
   virtual void query(std::int64_t head, const KeyView& keys, bool by_page,
                      const float* queries, std::int64_t group,
@@ -81,6 +83,9 @@ class OneIndex final : public AnyIndex {
   std::string integrity(const std::vector<KeyView>& heads,
                         bool by_page) const override {
     return forest_.integrity(heads, by_page);
+  }
+  std::int64_t query_ns(const QueryOptions& options) const override {
+    return forest_.tree(0).query_ns(options);
   }
   void query(std::int64_t head, const KeyView& keys, bool by_page, const float* queries,
              std::int64_t group, const QueryOptions& options, Scratch& scratch,

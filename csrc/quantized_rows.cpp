@@ -13,17 +13,14 @@ namespace {
 
 constexpr std::int64_t kRowsPerTask = 256;
 
-// Calls work(first, last) for runs of rows, in parallel if they are many.
-template <typename Work>
-void for_rows(std::int64_t n, std::int64_t head_dim, const Work& work) {
+// Calls visit(first, last) for runs of rows, in parallel if they are many.
+template <typename Visit>
+void for_rows(std::int64_t n, std::int64_t head_dim, const Visit& visit) {
   const std::int64_t tasks = (n + kRowsPerTask - 1) / kRowsPerTask;
-  for_all(
-      tasks,
-      [&](std::int64_t task) {
-        const std::int64_t first = task * kRowsPerTask;
-        work(first, std::min(first + kRowsPerTask, n));
-      },
-      n * head_dim * 4 >= kParallelBytes);
+  for_all(tasks, Work::bytes(n * head_dim * 4), [&](std::int64_t task) {
+    const std::int64_t first = task * kRowsPerTask;
+    visit(first, std::min(first + kRowsPerTask, n));
+  });
 }
 
 void require_floats(const char* op, const char* name, const Tensor& tensor) {

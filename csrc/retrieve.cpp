@@ -23,7 +23,7 @@ Tensor index_select(const Tensor& handles, const Tensor& queries, const Tensor& 
   }
   Tensor chosen = call.output({call.heads, count}, ScalarType::Long);
   std::int64_t* out = chosen.mutable_data_ptr<std::int64_t>();
-  for_all(call.tasks(), [&](std::int64_t task) {
+  for_all(call.tasks(), call.work(), [&](std::int64_t task) {
     // Kept between calls: a decode step makes hundreds of them.
     static thread_local VoteScratch scratch;
     const AnyIndex& key_index =
@@ -37,6 +37,10 @@ Tensor index_select(const Tensor& handles, const Tensor& queries, const Tensor& 
   return chosen;
 }
 
+// Nanoseconds per wanted token, a quarter of which is not resident: to copy it from the
+// host into transposed keys, and to list it only.
+constexpr std::int64_t kCopyNs = 150, kListNs = 5;
+
 // The hot slots of some requests and the tokens wanted in them, checked.
 //
 // A request's hot slots are entry slot_index[request] of `token`, `page`, `slot`
@@ -49,6 +53,9 @@ struct HotCall {
 
   std::int64_t tasks() const { return requests * heads; }
   std::int64_t capacity() const { return host_pages * page_tokens; }
+  Work work(std::int64_t ns_per_wanted) const {
+    return Work::nanoseconds(tasks() * num_wanted * ns_per_wanted);
+  }
   const std::int64_t* pages(std::int64_t task) const {
     return table + task * host_pages;
   }
@@ -63,14 +70,14 @@ struct HotCall {
     return {token + first, page + first, slot + first, count[entry]};
   }
 
-  // Calls work(wanted, num_wanted, mark), which returns what swap_hot_slots does.
-  template <typename Work>
-  std::int64_t run(std::int64_t task, const Work& work) const {
+  // Calls swap(wanted, num_wanted, mark), which returns what swap_hot_slots does.
+  template <typename Swap>
+  std::int64_t run(std::int64_t task, const Swap& swap) const {
     static thread_local std::vector<std::uint8_t> mark;
     if (mark.size() < static_cast<std::size_t>(capacity())) {
       mark.resize(static_cast<std::size_t>(capacity()));
     }
-    const std::int64_t done = work(wanted + task * num_wanted, num_wanted, mark);
+    const std::int64_t done = swap(wanted + task * num_wanted, num_wanted, mark);
     if (done < 0) {
       fail(op, "request ", task / heads, ", head ", task % heads, ": entry ", -1 - done,
            " of wanted and hot tokens is beyond the ", capacity(),
@@ -176,7 +183,7 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets, const Tensor& v_off
   with_element(view, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
     const auto kv = view.paged(write(heap, tag), layout);
-    for_all(call.tasks(), [&](std::int64_t task) {
+    for_all(call.tasks(), call.work(kCopyNs), [&](std::int64_t task) {
       const HotSlots hot = call.slots(task);
       for (std::int64_t i = 0; i < hot.n; ++i) {
         if (hot.page[i] < 0 || hot.page[i] >= view.num_pages || hot.slot[i] < 0 ||
@@ -223,7 +230,7 @@ std::tuple<Tensor, Tensor> swap_hot(const Tensor& host, const Tensor& table,
   const auto tasks = static_cast<std::size_t>(call.tasks());
   std::vector<std::vector<Move>> found(tasks);
   std::vector<std::int64_t> copied(tasks);
-  for_all(call.tasks(), [&](std::int64_t task) {
+  for_all(call.tasks(), call.work(kListNs), [&](std::int64_t task) {
     const auto i = static_cast<std::size_t>(task);
     const HotSlots hot = call.slots(task);
     const HostTokens<std::uint16_t> tokens{nullptr, call.pages(task), call.page_tokens,

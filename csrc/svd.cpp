@@ -99,19 +99,17 @@ Tensor decompose_all(const char* op, const Tensor& rows, const Spans& spans,
   const auto* first = static_cast<const Element*>(rows.const_data_ptr());
   const svd::Kernels& kernels = kvp::select_kernels<svd::Kernels>();
   std::vector<svd::Fault> faults(static_cast<std::size_t>(count));
-  for_all(
-      count,
-      [&](Index i) {
-        static thread_local svd::Workspace work;
-        const Index plane = i / spans.count, span = i % spans.count;
-        const svd::Matrix<Element> matrix{
-            first + plane * rows.stride(0) + spans.starts[span] * rows.stride(1),
-            spans.lengths[span], head_dim, rows.stride(1)};
-        const auto at = static_cast<std::size_t>(i);
-        ranks[i] = svd::decompose(kernels, matrix, options, base + roomy[at], work,
-                                  faults[at]);
-      },
-      decompose_work(spans, rows.size(0), head_dim) >= kParallelWork);
+  for_all(count, Work::products(decompose_work(spans, rows.size(0), head_dim)),
+          [&](Index i) {
+            static thread_local svd::Workspace work;
+            const Index plane = i / spans.count, span = i % spans.count;
+            const svd::Matrix<Element> matrix{
+                first + plane * rows.stride(0) + spans.starts[span] * rows.stride(1),
+                spans.lengths[span], head_dim, rows.stride(1)};
+            const auto at = static_cast<std::size_t>(i);
+            ranks[i] = svd::decompose(kernels, matrix, options, base + roomy[at], work,
+                                      faults[at]);
+          });
   require_sound(op, faults, spans.count);
   offsets[0] = 0;
   for (Index i = 0; i < count; ++i) {
@@ -174,16 +172,12 @@ Tensor reconstruct(const Tensor& factors, const Tensor& offsets, const Tensor& r
   with_number(Argument{op, "factors", factors}, [&](auto* factor_tag) {
     using Factor = std::remove_pointer_t<decltype(factor_tag)>;
     with_number(Argument{op, "rows", rows}, [&](auto* row_tag) {
-      for_all(
-          chosen.count,
-          [&](Index i) {
-            static thread_local svd::Workspace work;
-            svd::reconstruct_rows(
-                kernels, chosen.shape<Factor>(i), chosen.record<Factor>(i),
-                write(rows, row_tag) + first[static_cast<std::size_t>(i)] * head_dim,
-                work);
-          },
-          chosen.work() >= kParallelWork);
+      for_all(chosen.count, Work::products(chosen.work()), [&](Index i) {
+        static thread_local svd::Workspace work;
+        svd::reconstruct_rows(
+            kernels, chosen.shape<Factor>(i), chosen.record<Factor>(i),
+            write(rows, row_tag) + first[static_cast<std::size_t>(i)] * head_dim, work);
+      });
     });
   });
   return rows;

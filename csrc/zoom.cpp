@@ -198,32 +198,30 @@ void reconstruct_tokens(const Planes& planes, const Entries& entries,
                         const std::vector<Reconstruction>& reconstructions,
                         const std::vector<Factors>& factors) {
   const svd::Kernels& kernels = kvp::select_kernels<svd::Kernels>();
-  Index work = 0;
+  Index products = 0;
   for (const Reconstruction& each : reconstructions) {
     const Factors& own = factors[each.request];
-    work += own.tokens[each.matrix] * own.ranks[each.matrix] * own.head_dim;
+    products += own.tokens[each.matrix] * own.ranks[each.matrix] * own.head_dim;
   }
   with_number(Argument{kOp, "keys", planes.keys}, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
-    for_all(
-        static_cast<Index>(reconstructions.size()),
-        [&](Index i) {
-          static thread_local svd::Workspace work_buffers;
-          const Reconstruction& each = reconstructions[static_cast<std::size_t>(i)];
-          const Factors& own = factors[each.request];
-          const Tensor& plane = each.value ? planes.values : planes.keys;
-          const Index at = rows[each.row].bias - entries.bias;
-          Element* to =
-              static_cast<Element*>(plane.mutable_data_ptr()) + at * planes.head_dim;
-          with_number(Argument{kOp, own.name, own.tensor}, [&](auto* factor_tag) {
-            using Factor = std::remove_pointer_t<decltype(factor_tag)>;
-            zoom::reconstruct_entries(kernels, own.shape<Factor>(each.matrix),
-                                      own.record<Factor>(each.matrix),
-                                      choices[each.row].slots.data() + each.first_slot,
-                                      to, work_buffers);
-          });
-        },
-        work >= kParallelWork);
+    for_all(static_cast<Index>(reconstructions.size()), Work::products(products),
+            [&](Index i) {
+              static thread_local svd::Workspace work_buffers;
+              const Reconstruction& each = reconstructions[static_cast<std::size_t>(i)];
+              const Factors& own = factors[each.request];
+              const Tensor& plane = each.value ? planes.values : planes.keys;
+              const Index at = rows[each.row].bias - entries.bias;
+              Element* to = static_cast<Element*>(plane.mutable_data_ptr()) +
+                            at * planes.head_dim;
+              with_number(Argument{kOp, own.name, own.tensor}, [&](auto* factor_tag) {
+                using Factor = std::remove_pointer_t<decltype(factor_tag)>;
+                zoom::reconstruct_entries(
+                    kernels, own.shape<Factor>(each.matrix),
+                    own.record<Factor>(each.matrix),
+                    choices[each.row].slots.data() + each.first_slot, to, work_buffers);
+              });
+            });
   });
 }
 
@@ -232,16 +230,13 @@ struct ZoomCall {
   std::vector<Row> rows;
   std::vector<Choice> choices;
   Index heads;
-  bool parallel;
+  Work work;
 
-  template <typename Work>
-  void for_rows(const Work& work) {
-    for_all(
-        static_cast<Index>(rows.size()),
-        [&](Index i) {
-          work(rows[static_cast<std::size_t>(i)], choices[static_cast<std::size_t>(i)]);
-        },
-        parallel);
+  template <typename Visit>
+  void for_rows(const Visit& visit) {
+    for_all(static_cast<Index>(rows.size()), work, [&](Index i) {
+      visit(rows[static_cast<std::size_t>(i)], choices[static_cast<std::size_t>(i)]);
+    });
   }
 
   std::int64_t zoomed_tokens() const {
@@ -264,11 +259,9 @@ ZoomCall choose_all(const Entries& entries, const Regions& entry_regions,
   ZoomCall call{checked_rows(entries, entry_regions, gates, sizes, log_sizes),
                 {},
                 entry_regions.heads,
-                false};
+                {0, zoom::kParallelEntries}};
   call.choices.resize(call.rows.size());
-  Index visited = 0;
-  for (const Row& row : call.rows) visited += row.spans + row.room;
-  call.parallel = visited >= zoom::kParallelEntries;
+  for (const Row& row : call.rows) call.work.amount += row.spans + row.room;
   call.for_rows([](const Row& row, Choice& choice) { zoom::choose(row, choice); });
   for (std::size_t i = 0; i < call.choices.size(); ++i) {
     if (call.choices[i].fits) continue;

@@ -154,11 +154,10 @@ def measure(
     checking = torch.cat(timed, 1)
 
     settings = {"promotion": options.promotion}
-    kinds: dict[str, dict[str, Any]] = {"scan": {}, "tree": settings, "codes": {}}
     methods: list[Any] = [
-        Ours(kind, keys, getattr(torch, dtype), **own)
+        Ours(kind, keys, getattr(torch, dtype), **(settings if kind == "tree" else {}))
         for dtype in options.dtypes
-        for kind, own in kinds.items()
+        for kind in options.kinds
     ]
     for module, kind in {"hnswlib": Hnsw, "faiss": IvfFlat}.items():
         if module in result:
@@ -335,6 +334,13 @@ def parse() -> argparse.Namespace:
         nargs="+",
         default=["float32", "bfloat16"],
         help="dtypes of our index",
+    )
+    add(
+        "--kinds",
+        nargs="+",
+        choices=list(Ours.kinds),
+        default=["scan", "tree", "codes"],
+        help="our indexes to measure",
     )
     add("--promotion", type=float, default=1 / 32, help="setting of the tree")
     add("--targets", type=float, nargs="+", default=[0.95, 0.98], help="coverage")

@@ -205,18 +205,15 @@ void test_determinism(std::mt19937& random) {
   }
   const auto run = [&](bool parallel) {
     std::vector<std::vector<float>> records(problems.size());
-    kvp::for_all(
-        Index(problems.size()),
-        [&](Index i) {
-          static thread_local Workspace work;
-          const Problem<float>& problem = problems[u(i)];
-          const Index rank = std::min<Index>({problem.tokens, 80, 16});
-          records[u(i)].resize(u(Record<float>{problem.tokens, 80, rank}.elements()));
-          Fault fault;
-          kvp::svd::decompose(*kernels, problem.matrix(), Options{16, 1.0},
-                              records[u(i)].data(), work, fault);
-        },
-        parallel);
+    kvp::for_all(Index(problems.size()), kvp::Work{parallel, 1}, [&](Index i) {
+      static thread_local Workspace work;
+      const Problem<float>& problem = problems[u(i)];
+      const Index rank = std::min<Index>({problem.tokens, 80, 16});
+      records[u(i)].resize(u(Record<float>{problem.tokens, 80, rank}.elements()));
+      Fault fault;
+      kvp::svd::decompose(*kernels, problem.matrix(), Options{16, 1.0},
+                          records[u(i)].data(), work, fault);
+    });
     return records;
   };
   const auto alone = run(false);

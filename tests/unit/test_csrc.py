@@ -15,6 +15,7 @@ from tiers import tiered
 ROOT = Path(__file__).resolve().parents[2]
 _LEVEL = "-O3" if os.environ.get("KVP_TEST_TIER") == "all" else "-O1"
 CORE = (
+    "for_all",
     "page_copy",
     "bulk_copy",
     "assign",
@@ -32,7 +33,7 @@ CORE = (
     "zoom",
 )
 # The others are compared in full by tests of the compiled operations.
-QUICK = ("codes", "threads")
+QUICK = ("for_all", "codes", "threads")
 
 
 def run(command: list[str], **environment: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -94,6 +95,37 @@ def test_an_index_may_outlive_the_interpreter():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_only_long_searches_have_threads():
+    """A short search must not wait for a thread whose core is busy. libgomp creates its
+    threads in the first region that needs them.
+    """
+    code = """
+import os, torch
+from vllm_kvplugins.index import CodedIndex, Keys
+def threads():
+    return len(os.listdir("/proc/self/task"))
+keys = Keys.dense(torch.randn(4, 300, 64))
+index = CodedIndex(4, 64)
+index.build(keys)
+before, queries = threads(), torch.randn(4, 300, 64)
+index.query_topk(queries[:, :3].contiguous(), keys, 16)
+after_short = threads()
+found = index.query_topk(queries, keys, 16)
+after_long = threads()
+torch.set_num_threads(1)
+alone = index.query_topk(queries, keys, 16)
+equal = all(torch.equal(a, b) for a, b in zip(found, alone))
+print(after_short - before, after_long - before, equal)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["0", "1", "True"], done
 
 
 def test_queries_beside_inserts():

@@ -187,8 +187,8 @@ inline void copy_pages(const Targets& target, const Sources& source, std::int64_
   if (total == 0) return;
   const bool stream = total >= kStreamBytes;
   const CopyPage copy_page = stream ? kernels.stream : kernels.plain;
-  [[maybe_unused]] const bool parallel = total >= kParallelBytes;
-#pragma omp parallel if (parallel)
+  [[maybe_unused]] const Work work = Work::bytes(total);
+#pragma omp parallel if (work.parallel())
   {
 #pragma omp for schedule(static) nowait
     for (std::int64_t i = 0; i < n; ++i) {

@@ -8,13 +8,6 @@
 namespace kvp {
 
 constexpr std::int64_t kMaxHeadDim = 512;
-// Multiply-adds below which one thread does all the work: about a millisecond. On idle
-// cores a lower limit would be faster. On busy cores a parallel region may wait tens of
-// milliseconds for a thread that is not scheduled.
-constexpr std::int64_t kParallelWork = 1 << 24;
-// Bytes below which one thread does a whole copy: a parallel region would cost more
-// than it saves.
-constexpr std::int64_t kParallelBytes = 256 * 1024;
 
 struct BFloat16 {
   std::uint16_t bits;

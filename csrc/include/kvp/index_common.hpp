@@ -4,6 +4,7 @@
 //   append(keys, n)                    true, or false and nothing changed
 //   query(keys, by_page, q, options, scratch, top)   keys looked at
 //   num_keys(), num_pages(), place(slot), integrity(keys, by_page)
+//   query_ns(options), append_ns(n)    about how long these calls take
 //
 // Slots number the keys in the order of arrival, from 0. A place is page * page_size +
 // slot in page: where the index assigns the key. Keys are read through a KeyView, indexed
@@ -69,6 +70,13 @@ T* at_least(std::vector<T>& buffer, std::int64_t size) {
     buffer.resize(static_cast<std::size_t>(size));
   }
   return buffer.data();
+}
+
+// Nanoseconds that an operation on `rows` rows takes, if rows of 64 elements take
+// ns_per_row.
+constexpr std::int64_t rows_ns(std::int64_t rows, std::int64_t head_dim,
+                               std::int64_t ns_per_row) {
+  return rows * head_dim * ns_per_row / 64;
 }
 
 constexpr std::int64_t round_up(std::int64_t value, std::int64_t step) {

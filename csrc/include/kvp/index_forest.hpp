@@ -43,7 +43,8 @@ class Forest {
   // first of these keys (by head, then slot).
   BadKey append(const std::vector<KeyView>& heads, std::int64_t n) {
     std::vector<std::int64_t> bad(heads.size(), -1);
-    for_all(num_heads(), [&](std::int64_t head) {
+    const Work work = Work::nanoseconds(num_heads() * trees_.front().append_ns(n));
+    for_all(num_heads(), work, [&](std::int64_t head) {
       const auto at = static_cast<std::size_t>(head);
       float peak = 0.0f;
       measure_keys(heads[at], n, &peak, &bad[at]);
@@ -51,7 +52,7 @@ class Forest {
     for (std::size_t head = 0; head < bad.size(); ++head) {
       if (bad[head] >= 0) return {static_cast<std::int64_t>(head), bad[head]};
     }
-    for_all(num_heads(), [&](std::int64_t head) {
+    for_all(num_heads(), work, [&](std::int64_t head) {
       std::int64_t unused = 0;
       trees_[static_cast<std::size_t>(head)].append(
           heads[static_cast<std::size_t>(head)], n, &unused);
@@ -62,7 +63,10 @@ class Forest {
   // "head 2: ..." for the first head with a fault, or empty.
   std::string integrity(const std::vector<KeyView>& heads, bool by_page) const {
     std::vector<std::string> faults(heads.size());
-    for_all(num_heads(), [&](std::int64_t head) {
+    // A check reads and recomputes everything, as building does.
+    const Work work =
+        Work::nanoseconds(num_heads() * trees_.front().append_ns(num_keys()));
+    for_all(num_heads(), work, [&](std::int64_t head) {
       const auto at = static_cast<std::size_t>(head);
       faults[at] = trees_[at].integrity(heads[at], by_page);
     });

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "kvp/elements.hpp"
+#include "kvp/for_all.hpp"
 #include "kvp/paged_kv.hpp"
 #include "kvp/transpose.hpp"
 
@@ -69,10 +70,10 @@ inline void move_row(const Element* from, std::int64_t from_slot, Element* to,
   }
 }
 
-// Whether a copy of n tokens is worth a parallel region.
+// The work of copying the keys and values of n tokens.
 template <typename Element>
-bool copy_in_parallel(std::int64_t n, std::int64_t head_dim) {
-  return 2 * n * head_dim * std::int64_t{sizeof(Element)} >= kParallelBytes;
+constexpr Work copy_work(std::int64_t n, std::int64_t head_dim) {
+  return Work::bytes(2 * n * head_dim * std::int64_t{sizeof(Element)});
 }
 
 // Reads the keys and values of tokens into keys_out and values_out [n, head_dim],
@@ -83,8 +84,8 @@ template <typename Element>
 void gather_tokens(const PagedKV<const Element>& kv, const TokenSlots& tokens,
                    Element* keys_out, Element* values_out) {
   const std::int64_t head_dim = kv.head_dim(), block_size = kv.block_size();
-  [[maybe_unused]] const bool parallel = copy_in_parallel<Element>(tokens.n, head_dim);
-#pragma omp parallel for schedule(static) if (parallel)
+  [[maybe_unused]] const Work work = copy_work<Element>(tokens.n, head_dim);
+#pragma omp parallel for schedule(static) if (work.parallel())
   for (std::int64_t i = 0; i < tokens.n; ++i) {
     const Element* page = kv.page(tokens.pages[i]);
     load_row(page, kv.layout.keys, tokens.slots[i], block_size, head_dim,
@@ -100,8 +101,8 @@ template <typename Element, typename KeyOf, typename ValueOf>
 void store_tokens(const PagedKV<Element>& kv, const TokenSlots& tokens,
                   const KeyOf& key_of, const ValueOf& value_of) {
   const std::int64_t head_dim = kv.head_dim(), block_size = kv.block_size();
-  [[maybe_unused]] const bool parallel = copy_in_parallel<Element>(tokens.n, head_dim);
-#pragma omp parallel for schedule(static) if (parallel)
+  [[maybe_unused]] const Work work = copy_work<Element>(tokens.n, head_dim);
+#pragma omp parallel for schedule(static) if (work.parallel())
   for (std::int64_t i = 0; i < tokens.n; ++i) {
     Element* page = kv.page(tokens.pages[i]);
     const std::int64_t slot = tokens.slots[i];
@@ -137,8 +138,8 @@ template <typename Element>
 void move_tokens(const PagedKV<Element>& kv, const TokenSlots& from,
                  const TokenSlots& to) {
   const std::int64_t head_dim = kv.head_dim(), block_size = kv.block_size();
-  [[maybe_unused]] const bool parallel = copy_in_parallel<Element>(from.n, head_dim);
-#pragma omp parallel for schedule(static) if (parallel)
+  [[maybe_unused]] const Work work = copy_work<Element>(from.n, head_dim);
+#pragma omp parallel for schedule(static) if (work.parallel())
   for (std::int64_t i = 0; i < from.n; ++i) {
     const Element* source = kv.page(from.pages[i]);
     Element* target = kv.page(to.pages[i]);
@@ -179,9 +180,9 @@ void gather_plane(const PagedKV<const Element>& kv, const Plane& plane,
                   const PageTable<std::int64_t>& table, Element* out) {
   const std::int64_t n = table.rows * table.pages_per_row;
   const std::int64_t plane_elems = kv.layout.plane_elems();
-  [[maybe_unused]] const bool parallel =
-      n * plane_elems * std::int64_t{sizeof(Element)} >= kParallelBytes;
-#pragma omp parallel for schedule(static) if (parallel)
+  [[maybe_unused]] const Work work =
+      Work::bytes(n * plane_elems * std::int64_t{sizeof(Element)});
+#pragma omp parallel for schedule(static) if (work.parallel())
   for (std::int64_t i = 0; i < n; ++i) {
     unpack_plane(kv.page(table.ids[i]), plane, kv.block_size(), kv.head_dim(),
                  out + i * plane_elems);

@@ -356,14 +356,12 @@ void vote_head(const Kernels& kernels, const Call<Element>& call, std::int64_t h
 template <typename Element>
 void vote(const Kernels& kernels, const Call<Element>& call) {
   const std::int64_t heads = call.kv_heads * call.group;
-  const std::int64_t work = 2 * heads * call.num_queries * call.slots * call.head_dim();
-  for_all(
-      heads,
-      [&](std::int64_t head) {
-        static thread_local Scratch scratch;
-        vote_head(kernels, call, head, scratch);
-      },
-      work >= kParallelWork);
+  const std::int64_t products =
+      2 * heads * call.num_queries * call.slots * call.head_dim();
+  for_all(heads, Work::products(products), [&](std::int64_t head) {
+    static thread_local Scratch scratch;
+    vote_head(kernels, call, head, scratch);
+  });
 }
 
 }  // namespace kvp::page_votes

@@ -238,24 +238,18 @@ inline void attend_mixed(const Kernels& kernels, const Call& call) {
   Partials partials(num_parts, call.group, call.head_dim());
   std::int64_t tokens = 0;
   for (const Part& part : parts.list) tokens += part.count;
-  const bool parallel = 2 * tokens * call.group * call.head_dim() >= kParallelAttention;
-  for_all(
-      num_parts,
-      [&](std::int64_t number) {
-        static thread_local ThreadScratch scratch;
-        attend_part(kernels, call, parts.list[static_cast<std::size_t>(number)], number,
-                    partials, scratch);
-      },
-      parallel);
+  const Work work{2 * tokens * call.group * call.head_dim(), kParallelAttention};
+  for_all(num_parts, work, [&](std::int64_t number) {
+    static thread_local ThreadScratch scratch;
+    attend_part(kernels, call, parts.list[static_cast<std::size_t>(number)], number,
+                partials, scratch);
+  });
   const auto partial_bytes =
       static_cast<std::int64_t>(partials.totals.size() * sizeof(float));
-  for_all(
-      call.sequences(),
-      [&](std::int64_t sequence) {
-        static thread_local std::vector<float> totals;
-        merge_sequence(call, parts, sequence, partials, totals);
-      },
-      partial_bytes >= kParallelBytes);
+  for_all(call.sequences(), Work::bytes(partial_bytes), [&](std::int64_t sequence) {
+    static thread_local std::vector<float> totals;
+    merge_sequence(call, parts, sequence, partials, totals);
+  });
 }
 
 }  // namespace kvp::decode

@@ -12,6 +12,7 @@ from vllm_kvplugins.engine.retrieval.pinned import PinnedArena
 from vllm_kvplugins.index import Keys
 from vllm_kvplugins.ops.device import Reads
 from vllm_kvplugins.ops.hot_set import HostPages
+from vllm_kvplugins.ops.large_buffer import large_buffer
 from vllm_kvplugins.ops.quantized_rows import QuantizedRows
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class HostTier:
 
     A page holds keys and values of ``page_tokens`` tokens of one KV head. The arena
     is reserved at start-up, but memory is committed only as pages are first written.
-    Freed pages are reused first.
+    Freed pages are reused first. Without a reader, the kernel is asked for huge pages.
 
     Full pages may have several owners, which share the first tokens of a conversation.
     Nobody writes to a page that is shared.
@@ -76,12 +77,14 @@ class HostTier:
         shape = count, 2, page_tokens, width
         self._arena: PinnedArena | None = None
         if reader is None:
-            self.pages = torch.empty(shape, dtype=dtype)
+            self.pages = large_buffer(count * self.page_bytes).view(dtype).view(shape)
         else:
             self._arena = PinnedArena(count * self.page_bytes, reader)
             if always:
                 self._arena.cover_all()
             self.pages = self._arena.memory.view(dtype).view(shape)
+        keys = self.pages[:, 0]
+        self._keys = keys if fp8 is None else keys.view(fp8)
         self._fresh = 0
         # released pages and the GPU work that may still read them
         self._quarantined: deque[tuple[list[torch.cuda.Event], torch.Tensor]] = deque()
@@ -101,10 +104,7 @@ class HostTier:
         Args:
             table: int64 [requests, num_kv_heads, pages].
         """
-        pages = self.pages[:, 0]
-        if self.fp8 is not None:
-            pages = pages.view(self.fp8)
-        return Keys.paged(pages, table, quantized=self.quantized)
+        return Keys.paged(self._keys, table, quantized=self.quantized)
 
     def host_pages(self, table: torch.Tensor) -> HostPages:
         """The pages of some requests, to fetch from; see ``keys``."""
