@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from vllm_kvplugins.spans.coarse import CoarseSpans
+from vllm_kvplugins.spans.coarse import CoarseSpans, weighted_means
 from vllm_kvplugins.spans.segmentation import Segments, cut_evenly, segment
 
 SEED = 20261122
@@ -250,13 +250,15 @@ def test_means_are_weighted():
     segments = segment(surprisal, none_fixed(50), 6, 0.3, 2, 9)
     count = segments.positions.numel()
     keys, values = torch.randn(2, 3, count, 8, generator=rng).bfloat16()
-    spans = CoarseSpans.of(keys, values, segments, torch.clone)
+    spans = CoarseSpans.of(keys, segments, torch.clone)
+    mean_values = weighted_means(values, segments)
     for number, run in enumerate(runs(segments)):
         at = [segments.positions.tolist().index(p) for p in run]
         worth = surprisal[run] / surprisal[run].sum()
-        for rows, means in ((keys, spans.keys), (values, spans.values)):
+        for rows, means in ((keys, spans.keys), (values, mean_values)):
             expected = (rows[:, at].double() * worth[:, None].double()).sum(1)
             torch.testing.assert_close(
                 means[:, number].double(), expected, rtol=0, atol=1e-5
             )
+        assert torch.equal(spans.summary, spans.keys)
         assert spans.log_sizes[number] == pytest.approx(math.log(len(run)))

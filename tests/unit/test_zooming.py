@@ -221,25 +221,30 @@ def test_components_that_count_little_are_dropped(monkeypatch):
 # -- sizes -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("element_bytes", [2, 4])
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.5])
-def test_all_on_the_device_is_within_the_budget(share):
-    size = 32
-    geometry = Geometry(size, 30, 3, 2 * 30 * 3 * 64 * 2)
+def test_all_on_the_device_is_within_the_budget(share, element_bytes):
+    size, rows = 32, 30 * 3
+    row = 2 * 64 * element_bytes  # a key and a value
+    geometry = Geometry(size, 30, 3, rows * row, 64, element_bytes)
     policy = SeKV(budget=share)
+    # next to a key and a value: a position, or a bias and an owner
+    position, entry = row + 4, row + 4 + 8
     for prompt in (4096, 4099, 6000, 8191):
-        budget = int(share * prompt)
+        budget = int(share * prompt) * row
         resident = resident_tokens(policy, prompt, geometry)
         zoom = policy.zoom_tokens(prompt, geometry)
-        spans = min(int(0.3 * budget), prompt // 32)
-        assert resident + zoom + spans == budget, "room is wasted"
-        assert int(0.4 * budget) <= zoom < int(0.4 * budget) + size
+        spans = min(int(0.3 * budget / entry), prompt // 32)
+        used = resident * position + (zoom + spans) * entry + 4 * spans / rows
+        assert budget - entry < used <= budget, "room is wasted"
+        assert int(0.4 * budget / entry) <= zoom < int(0.4 * budget / entry) + size
         surprisal = torch.rand(prompt, generator=torch.Generator().manual_seed(SEED))
         segmented = policy.segment(surprisal, resident, geometry)
         assert int(segmented.resident.sum()) == resident
         assert 0.9 * spans < segmented.num_spans <= spans
         assert int(segmented.sizes.max()) <= zoom, "a span is never zoomed"
         assert bool(segmented.resident[: policy.sinks].all())
-        assert bool(segmented.resident[-min(512, int(0.1 * budget)) :].all())
+        assert bool(segmented.resident[-min(512, int(0.1 * budget / row)) :].all())
 
 
 def resident_tokens(policy: SeKV, prompt: int, geometry: Geometry) -> int:
@@ -248,14 +253,14 @@ def resident_tokens(policy: SeKV, prompt: int, geometry: Geometry) -> int:
 
 
 def test_a_zoom_that_would_hold_no_span_is_room_for_tokens_that_stay():
-    geometry = Geometry(4, 2, 1, 1024)
-    # 0.4 * 120 and spans of 2000 / 36 tokens; 0.4 * 140 and 2000 / 42
-    for budget, zoom in ((120, 0), (140, 56)):
+    geometry = Geometry(4, 2, 1, 2 * 8192)
+    # 0.4 * 120 and spans of 2000 / 35 tokens; 0.4 * 140 and 2000 / 41
+    for budget, zoom in ((120, 0), (140, 55)):
         policy = SeKV(budget=budget)
         assert zoom <= policy.zoom_tokens(2000, geometry) < zoom + max(4 * zoom, 1)
         resident = resident_tokens(policy, 2000, geometry)
         spans = int(0.3 * budget)
-        assert budget - 4 < resident + spans + zoom <= budget
+        assert budget - 8 < resident + spans + zoom <= budget
     assert SeKV(budget=140, zoom_share=0).zoom_tokens(2000, geometry) == 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -21,6 +20,7 @@ from vllm_kvplugins.policies.span_policy import SpanPolicy
 from vllm_kvplugins.routers.files import read_router, shipped_router
 from vllm_kvplugins.routers.router import Router
 from vllm_kvplugins.spans.coarse import CoarseSpans
+from vllm_kvplugins.spans.device_memory import SpanMemory
 from vllm_kvplugins.spans.segmentation import Segments, cut_evenly, segment
 
 MEAN_KEY, SHIPPED = "mean-key", "shipped"
@@ -37,9 +37,10 @@ class SeKV(SpanPolicy):
     to the means, and to the individual tokens of the best spans, within ``zoom_share``
     of the budget. Long spans are cut into equal parts (``cut_evenly``).
 
-    The budget counts what the prompt occupies on the device, per KV head: resident
-    tokens, one mean per span (as one token), and zoomed tokens. Generated tokens stay
-    resident in addition to the budget.
+    The budget is what the prompt occupies on the device: resident tokens and their
+    positions, means, zoomed tokens, and what routing and attention need with them
+    (``spans/device_memory.py``). Generated tokens stay resident in addition to the
+    budget, and so does the rest of the prompt's last block.
 
     A trained ``router`` zooms into spans whose gate (equation 5) is above the threshold
     of a query head (equation 9), best first, until the room is used up. It also decides
@@ -69,8 +70,9 @@ class SeKV(SpanPolicy):
 
     budget: Annotated[Budget, BeforeValidator(Budget.parse)] = Field(
         default=Budget(fraction=0.1),
-        description="Tokens of the prompt on the device, per KV head: a number of "
-        'tokens (512), a share of the prompt (0.1), or bytes per request ("64MiB").',
+        description="Device memory of the prompt, means, zoomed tokens and tables "
+        "included: as much as a number of tokens takes (512), or a share of the prompt "
+        '(0.1), or bytes per request ("64MiB").',
     )
     sinks: int = Field(default=4, ge=0, description="First tokens; always resident.")
     local_window: int = Field(
@@ -135,10 +137,11 @@ class SeKV(SpanPolicy):
         budget = self._budget_tokens(prompt_tokens, geometry)
         if budget >= prompt_tokens:
             return ResidencyPlan(size)
-        spans = self._span_room(budget, prompt_tokens, geometry)
-        reserved = self._min_zoom_tokens(budget, prompt_tokens, geometry) + spans
+        zoom = self._min_zoom_tokens(budget, prompt_tokens, geometry)
+        room = self._room_left(budget, prompt_tokens, zoom, geometry)
+        tokens = int(room / self.device_memory(geometry).token_bytes)
         # The retained region is rounded up to whole blocks within the budget.
-        resident = max(budget - reserved - size + 1, 1)
+        resident = max(tokens - size + 1, 1)
         return ResidencyPlan(size, prompt_compactions(prompt_tokens, size, resident))
 
     def _budget_tokens(self, prompt_tokens: int, geometry: Geometry) -> int:
@@ -155,13 +158,17 @@ class SeKV(SpanPolicy):
         (compaction,) = plan.compactions
         size = geometry.block_size
         resident = len(compaction.retained) * size + prompt_tokens % size
-        spans = self._span_room(budget, prompt_tokens, geometry)
-        return max(budget - resident - spans, 0)
+        memory = self.device_memory(geometry)
+        room = self._room_left(budget, prompt_tokens, 0, geometry)
+        room -= resident * memory.token_bytes
+        return max(int(room / memory.entry_bytes), 0)
 
     def _min_zoom_tokens(
         self, budget_tokens: int, prompt_tokens: int, geometry: Geometry
     ) -> int:
-        room = int(self.zoom_share * budget_tokens)
+        memory = self.device_memory(geometry)
+        in_bytes = self.zoom_share * budget_tokens * memory.row_bytes
+        room = int(in_bytes / memory.entry_bytes)
         spans = self._max_spans(budget_tokens, prompt_tokens, geometry)
         # If most spans do not fit, resident tokens use the memory better.
         return room if room * spans >= prompt_tokens else 0
@@ -169,26 +176,28 @@ class SeKV(SpanPolicy):
     def _max_spans(
         self, budget_tokens: int, prompt_tokens: int, geometry: Geometry
     ) -> int:
-        affordable = int(
-            self.span_share * budget_tokens / self._tokens_per_span(geometry)
-        )
+        memory = self.device_memory(geometry)
+        in_bytes = self.span_share * budget_tokens * memory.row_bytes
+        affordable = int(in_bytes / memory.span_bytes)
         return max(min(affordable, prompt_tokens // self.span_tokens), 1)
 
-    def _span_room(
-        self, budget_tokens: int, prompt_tokens: int, geometry: Geometry
-    ) -> int:
-        """Device memory of all means, in tokens."""
+    def _room_left(
+        self, budget_tokens: int, prompt_tokens: int, zoom: int, geometry: Geometry
+    ) -> float:
+        """What the spans and ``zoom`` tokens leave of the budget, in bytes per layer
+        and KV head."""
         spans = self._max_spans(budget_tokens, prompt_tokens, geometry)
-        return math.ceil(spans * self._tokens_per_span(geometry))
+        memory = self.device_memory(geometry)
+        used = memory.outside_pages(geometry.all_rows, spans, zoom)
+        total = budget_tokens * geometry.kv_bytes_per_token
+        return (total - used) / geometry.all_rows
 
-    def _tokens_per_span(self, geometry: Geometry) -> float:
-        """Device memory of a span, in tokens: one for its mean key and value, plus the
-        router's number per query head."""
+    def device_memory(self, geometry: Geometry) -> SpanMemory:
+        """With a router, routing keeps a number per span and query head."""
         if self.trained is None:
-            return 1.0
-        lengths = self.trained.threshold
-        num_bytes = int(lengths.numel() * lengths.itemsize)
-        return 1.0 + num_bytes / geometry.kv_bytes_per_token
+            return SpanMemory(geometry.row_bytes)
+        num_bytes = self.trained.threshold.nbytes
+        return SpanMemory(geometry.row_bytes, num_bytes / geometry.all_rows)
 
     @property
     def host_memory_bytes(self) -> int | None:
@@ -266,9 +275,9 @@ class SeKV(SpanPolicy):
     def model_post_init(self, context: Any) -> None:
         _ = self.trained  # Refuse a bad file at start-up, not at its first use.
 
-    def summarize(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+    def summarize(self, layer: int, keys: torch.Tensor) -> torch.Tensor | None:
         router = self._trained_on(keys.device)
-        return keys if router is None else router.per_length(keys, layer)
+        return None if router is None else router.per_length(keys, layer)
 
     def component_gates(
         self, layer: int, factors: LowRank, spans: CoarseSpans
@@ -339,7 +348,7 @@ def mean_key_shares(
     Returns:
         float32 [num_kv_heads, spans], summed over the query heads of the group.
     """
-    scores = queries.float() @ spans.keys.mT * scale + spans.log_sizes
+    scores = queries.float() @ spans.keys.float().mT * scale + spans.log_sizes
     return scores.softmax(-1).sum(1)
 
 
@@ -365,6 +374,7 @@ def zoom_gates(
         float32 [num_kv_heads, spans], summed over query heads; ``-inf`` where no head's
         gate is above its threshold (equation 9).
     """
+    assert spans.summary is not None, "a router summarizes spans"
     logits = router.logits_of_means(
         queries, spans.keys, spans.summary, spans.log_sizes, layer
     )

@@ -21,6 +21,7 @@ from vllm_kvplugins.ops.svd import LowRank, truncated_svd
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.base import KVCachePolicy, LayerView
 from vllm_kvplugins.spans.coarse import CoarseSpans
+from vllm_kvplugins.spans.device_memory import SpanMemory
 from vllm_kvplugins.spans.segmentation import Segments
 
 
@@ -63,21 +64,28 @@ class SpanPolicy(KVCachePolicy):
     def zoom_tokens(self, prompt_tokens: int, geometry: Geometry) -> int:
         """Maximum number of zoomed tokens per KV head."""
 
+    def device_memory(self, geometry: Geometry) -> SpanMemory:
+        """Sizes on the device, with which the engine accounts for spans."""
+        return SpanMemory(geometry.row_bytes)
+
     @property
     @abstractmethod
     def max_rank(self) -> int:
         """Largest rank of a span's factors."""
 
-    def summarize(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+    def summarize(self, layer: int, keys: torch.Tensor) -> torch.Tensor | None:
         """Features of spans for ``gates``; computed once, when spans are created.
+
+        ``device_memory`` must count them.
 
         Args:
             keys: float32 [num_kv_heads, spans, head_dim], weighted means.
 
         Returns:
-            A tensor, stored as ``CoarseSpans.summary``.
+            A tensor, stored as ``CoarseSpans.summary``. None: ``gates`` needs no more
+            than the mean keys.
         """
-        return keys
+        return None
 
     def component_gates(
         self, layer: int, factors: LowRank, spans: CoarseSpans
@@ -89,7 +97,7 @@ class SpanPolicy(KVCachePolicy):
         Args:
             factors: factors of the keys of all spans, one KV head after the other, then
                 of all values.
-            spans: the spans.
+            spans: the spans, without a summary.
 
         Returns:
             float32 in [0, 1], one weight per singular value, one matrix after the
@@ -114,6 +122,7 @@ class SpanPolicy(KVCachePolicy):
 
         Args:
             keys, values: [num_kv_heads, tokens, head_dim], one span after the other.
+            spans: the spans, without a summary.
         """
         starts = spans.sizes.cumsum(0) - spans.sizes
         rows = torch.cat([keys, values])
