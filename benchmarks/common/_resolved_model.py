@@ -67,7 +67,10 @@ class Resolved:
         found, heads = self.segments, len(keys)
         inside = keys[:, found.positions], values[:, found.positions]
         spans = CoarseSpans.of(
-            inside[0], found, lambda means: self.policy.summarize(layer, means)
+            inside[0],
+            found,
+            lambda means: self.policy.summarize(layer, means),
+            self.policy.uses_key_variance,
         )
         parts = [
             [keys[:, found.resident], spans.keys],

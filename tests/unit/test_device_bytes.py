@@ -45,12 +45,13 @@ def test_page_lists_and_positions_count(allocator, scopes):
     assert engine.runtime.device_bytes("r") == 0
 
 
+@pytest.mark.parametrize("second_order", [False, True])
 @pytest.mark.parametrize("routed", [False, True])
 def test_the_bytes_that_plans_assume_of_spans_are_those_of_the_tensors(
-    routed, tmp_path
+    routed, second_order, tmp_path
 ):
     """The plan's formula gives ``device_bytes``; the rest counts tensors."""
-    settings = {}
+    settings: dict[str, object] = {"second_order": second_order}
     if routed:
         settings["router"] = str(tmp_path / "router.safetensors")
         model = ModelFingerprint(

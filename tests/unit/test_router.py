@@ -264,7 +264,7 @@ def test_the_engine_zooms_as_the_router_says(random, tmp_path):
     )
     router = read_router(path)[0]
 
-    def predicted_mass(layer, head, query, keys, scores):
+    def predicted_mass(layer, head, query, keys, scores, variance):
         actual = torch.zeros(len(keys), dtype=torch.float64)
         above = torch.zeros(len(keys), dtype=torch.bool)
         log_sizes = scores[0] - query[0] @ keys.T * fake_engine.SCALE

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_engine import GROUP, HEAD_DIM, KV_HEADS, LAYERS
-from zooming_engine import ZoomingEngine, run
+from zooming_engine import ZoomingEngine, attention_to_spans, run
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.engine.requests import Row
@@ -43,6 +43,14 @@ def test_queries_see_means_and_zoomed_tokens_in_one_softmax():
         for p in range(151, 161)
     ]
     assert min(changes) > 0, "nothing was zoomed out again"
+
+
+def test_second_order_zooms_where_keys_vary():
+    engine = ZoomingEngine(POLICY | {"second_order": True}, attention_to_spans)
+    run(engine, {"a": 150, "b": 97}, 12, 9, SEED)
+    assert len(engine.seen) == 22
+    with pytest.raises(AssertionError):  # means alone choose other spans
+        run(ZoomingEngine(POLICY | {"second_order": True}), {"a": 150}, 12, 9, SEED)
 
 
 def test_learned_sinks_take_their_share():

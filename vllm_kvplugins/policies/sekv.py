@@ -24,6 +24,7 @@ from vllm_kvplugins.spans.device_memory import SpanMemory
 from vllm_kvplugins.spans.segmentation import Segments, cut_evenly, segment
 
 MEAN_KEY, SHIPPED = "mean-key", "shipped"
+_VARIANCE_BYTES = 2  # bfloat16
 
 
 class SeKV(SpanPolicy):
@@ -48,6 +49,11 @@ class SeKV(SpanPolicy):
     spans are ranked by the attention to their means, summed over the query heads that
     share a KV head, and there is no threshold. With a router, the attention to means
     and the router's shares are added; the router's shares alone find fewer pass keys.
+
+    With ``second_order``, the ranking estimates the attention to the tokens of a span,
+    which grows with the variance of their keys (:func:`mean_key_shares`). Only the
+    ranking does: the score of a mean has one bias for all query heads, so a term that
+    depends on the query does not fit into it.
 
     Differs from the paper:
 
@@ -115,6 +121,12 @@ class SeKV(SpanPolicy):
         ge=1,
         description="Minimum length of a span (L_min). Shorter runs stay resident if "
         "there is room.",
+    )
+    second_order: bool = Field(
+        default=False,
+        description="Rank spans also by how much their keys vary in the direction of a "
+        "query: a span whose mean gets little attention can contain a token that gets "
+        "much. Keeps a variance per dimension and span, which the budget counts.",
     )
     rank: int = Field(default=32, ge=1, description="Rank of a span's factors (R).")
     router: str = Field(
@@ -193,11 +205,19 @@ class SeKV(SpanPolicy):
         return (total - used) / geometry.all_rows
 
     def device_memory(self, geometry: Geometry) -> SpanMemory:
-        """With a router, routing keeps a number per span and query head."""
-        if self.trained is None:
-            return SpanMemory(geometry.row_bytes)
-        num_bytes = self.trained.threshold.nbytes
-        return SpanMemory(geometry.row_bytes, num_bytes / geometry.all_rows)
+        """With a router, routing keeps a number per span and query head; with
+        ``second_order`` a bfloat16 number per span and dimension."""
+        routing = 0.0
+        if self.trained is not None:
+            routing += self.trained.threshold.nbytes / geometry.all_rows
+        if self.second_order:
+            assert geometry.head_dim is not None
+            routing += _VARIANCE_BYTES * geometry.head_dim
+        return SpanMemory(geometry.row_bytes, routing)
+
+    @property
+    def uses_key_variance(self) -> bool:
+        return self.second_order
 
     @property
     def host_memory_bytes(self) -> int | None:
@@ -340,7 +360,11 @@ class SeKV(SpanPolicy):
 def mean_key_shares(
     queries: torch.Tensor, spans: CoarseSpans, scale: float
 ) -> torch.Tensor:
-    """Attention to each mean as a share of the attention to all means.
+    """Attention to each span as a share of the attention to all spans, by its mean.
+
+    Normally distributed keys with mean mu and variance Sigma get the attention of
+    ``|S| exp(s q.mu + s^2 q^T Sigma q / 2)``; s is the scale. The second term needs
+    ``spans.key_variance``, the diagonal of Sigma.
 
     Args:
         queries: [num_kv_heads, group, head_dim], of one token.
@@ -348,7 +372,10 @@ def mean_key_shares(
     Returns:
         float32 [num_kv_heads, spans], summed over the query heads of the group.
     """
-    scores = queries.float() @ spans.keys.float().mT * scale + spans.log_sizes
+    asked = queries.float() * scale
+    scores = asked @ spans.keys.float().mT + spans.log_sizes
+    if spans.key_variance is not None:
+        scores += 0.5 * asked.square() @ spans.key_variance.float().mT
     return scores.softmax(-1).sum(1)
 
 

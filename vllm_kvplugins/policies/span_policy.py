@@ -64,6 +64,12 @@ class SpanPolicy(KVCachePolicy):
     def zoom_tokens(self, prompt_tokens: int, geometry: Geometry) -> int:
         """Maximum number of zoomed tokens per KV head."""
 
+    @property
+    def uses_key_variance(self) -> bool:
+        """Whether ``gates`` reads ``CoarseSpans.key_variance``; then ``device_memory``
+        must count it."""
+        return False
+
     def device_memory(self, geometry: Geometry) -> SpanMemory:
         """Sizes on the device, with which the engine accounts for spans."""
         return SpanMemory(geometry.row_bytes)

@@ -41,7 +41,11 @@ from vllm_kvplugins.ops.zoom import zoom_spans
 from vllm_kvplugins.ops.zoom_transfer import fetch_spans
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
-from vllm_kvplugins.spans.coarse import CoarseSpans, weighted_means
+from vllm_kvplugins.spans.coarse import (
+    CoarseSpans,
+    weighted_means,
+    weighted_variance,
+)
 from vllm_kvplugins.spans.segmentation import Segments
 
 if TYPE_CHECKING:
@@ -139,8 +143,11 @@ class SpanController(StepExtension):
                 self._decompose, layer, on_host, segments.sizes
             )
             state.put_means(entries, means, weighted_means(values, segments))
+            variance = None
+            if self.policy.uses_key_variance:
+                variance = weighted_variance(keys, means, segments)
             summary = self.policy.summarize(layer, means)
-            state.layers.append(LayerSpans(summary, factors))
+            state.layers.append(LayerSpans(summary, variance, factors))
 
     def _read_tokens(
         self, layer: int, owned: PageList, positions: torch.Tensor

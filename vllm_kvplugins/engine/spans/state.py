@@ -22,11 +22,13 @@ class LayerSpans:
 
     Attributes:
         summary: routing features of its spans, if the policy computes some.
+        key_variance: variance of its spans' keys, if the policy reads it.
         factors: the low-rank factors of all spans' keys, one KV head after the other,
             then of all values. None if they failed: the layer cannot zoom.
     """
 
     summary: torch.Tensor | None
+    key_variance: torch.Tensor | None
     factors: Future[LowRank] | None
 
 
@@ -56,8 +58,11 @@ class RequestSpans:
     @property
     def routing_tensors(self) -> list[torch.Tensor]:
         """All tensors on the device except entries."""
-        summaries = [layer.summary for layer in self.layers]
-        return [self.log_sizes, *(each for each in summaries if each is not None)]
+        tensors = [self.log_sizes]
+        for layer in self.layers:
+            own = layer.summary, layer.key_variance
+            tensors += [each for each in own if each is not None]
+        return tensors
 
     def put_means(
         self, entries: ZoomEntries, keys: torch.Tensor, values: torch.Tensor
@@ -83,9 +88,14 @@ class RequestSpans:
         """
         run = entries.keys[self.first : self.first + heads * self.entries_per_head]
         keys = run.view(heads, self.entries_per_head, -1)
-        count, sizes = self.segments.num_spans, self.segments.sizes
-        summary = self.layers[layer].summary
-        return CoarseSpans(keys[:, :count], self.log_sizes, sizes, summary)
+        means, own = keys[:, : self.segments.num_spans], self.layers[layer]
+        return CoarseSpans(
+            means,
+            self.log_sizes,
+            self.segments.sizes,
+            own.summary,
+            own.key_variance,
+        )
 
     def check_integrity(self, entries: ZoomEntries, heads: int) -> None:
         """Check that each span has either its mean or its tokens as entries."""
