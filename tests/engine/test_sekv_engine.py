@@ -106,5 +106,6 @@ def test_the_budget_holds_at_every_step_of_a_long_prompt(tiny_model, length):
     assert max(run["bytes_held"]) <= budget
     # and all of the room is used, except for a block
     assert min(run["bytes_held"]) > budget - 32 * run["token_bytes"]
-    assert run["host_bytes"] == pytest.approx(run["equation_18"], rel=0.05)
-    assert max(run["ranks"]) == 32
+    assert run["host_bytes"] == run["tokens_on_host"]
+    assert run["ranks"] == [-1], "short spans are rows"
+    assert run["tokens_on_host"] < run["reserved_bytes"]

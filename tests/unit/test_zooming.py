@@ -188,9 +188,11 @@ def test_who_goes_before_a_step_is_settled_is_not_divided(monkeypatch):
 def test_lower_ranks_see_less():
     errors = []
     for rank in (8, 4, 1):
-        engine = ZoomingEngine(POLICY)
+        # longer than the 9 tokens that rank 4 stores as rows
+        policy = POLICY | {"least_span": 12, "budget": 110}
+        engine = ZoomingEngine(policy)
         # the oracle sees the tokens themselves
-        engine.spans.policy = parse_policy(POLICY | {"rank": rank})
+        engine.spans.policy = parse_policy(policy | {"rank": rank})
         with contextlib.suppress(AssertionError):
             run(engine, {"a": 150}, 4, 150, SEED)
         errors.append(engine.worst)
@@ -203,22 +205,23 @@ def test_components_that_count_little_are_dropped(monkeypatch):
 
     def gates(self: SeKV, layer: int, factors: LowRank, spans: CoarseSpans) -> Any:
         calls.append((layer, tuple(spans.keys.shape)))
-        own = [(torch.arange(r) < 4) * 0.99 + 0.01 for r in factors.ranks.tolist()]
+        own = [(torch.arange(r) < 2) * 0.99 + 0.01 for r in factors.ranks.tolist()]
         return torch.cat(own)
 
     def first_answer(**policy: Any) -> list[torch.Tensor]:
         """The tokens that one query sees in each layer."""
         marks: list[torch.Tensor] = []
-        engine = ZoomingEngine(POLICY | policy)
+        # longer than the 9 tokens that rank 4 stores as rows
+        engine = ZoomingEngine(POLICY | {"least_span": 12, "budget": 110} | policy)
         monkeypatch.setattr(
             ZoomingEngine, "_check_row", lambda self, row, layer, out: marks.append(out)
         )
         run(engine, {"a": 150}, 2, 150, SEED)
         return marks
 
-    lower, full = first_answer(rank=4), first_answer()
+    lower, full = first_answer(rank=2), first_answer(rank=4)
     monkeypatch.setattr(SeKV, "component_gates", gates)
-    gated = first_answer()
+    gated = first_answer(rank=4)
     assert [layer for layer, _ in calls] == list(range(LAYERS))
     assert {shape[0::2] for _, shape in calls} == {(KV_HEADS, HEAD_DIM)}
     for a, b, c in zip(gated, lower, full, strict=True):
@@ -276,6 +279,28 @@ def test_prompts_within_the_budget_stay_whole():
     geometry = Geometry(32, 2, 1, 1024)
     assert SeKV(budget=500).plan(Lengths(500), geometry).is_static
     assert not SeKV(budget=500).plan(Lengths(900), geometry).is_static
+
+
+@pytest.mark.parametrize("rank", [1, 4, HEAD_DIM])
+def test_the_host_holds_no_more_than_planned_and_than_the_tokens(rank):
+    engine = ZoomingEngine(POLICY | {"rank": rank, "least_span": 12, "budget": 110})
+    engine.add("a", 150, 3)
+    engine.step({"a": 150})
+    state, geometry = engine.spans._requests["a"], engine.runtime.geometry
+    stored = [layer.factors.result() for layer in state.layers]
+    num_bytes = sum(each.nbytes for each in stored)
+    index = sum(
+        tensor.nbytes
+        for each in stored
+        for tensor in (each.offsets, each.ranks, each.tokens)
+    )
+    tokens = state.segments.positions.numel() * geometry.kv_bytes_per_token
+    assert num_bytes <= tokens
+    assert (num_bytes == tokens) == (rank == HEAD_DIM)
+    spans = engine.spans.policy
+    assert num_bytes + index <= spans.host_bytes(150, geometry)
+    large = Geometry(32, 30, 3, 30 * 3 * 2 * 64 * 4, 64, 4)
+    assert spans.host_bytes(4096, large) < 1.4 * 4096 * large.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("budget", [1, 5, 33])

@@ -25,6 +25,8 @@ from vllm_kvplugins.spans.segmentation import Segments, cut_evenly, segment
 
 MEAN_KEY, SHIPPED = "mean-key", "shipped"
 _VARIANCE_BYTES = 2  # bfloat16
+# Of a span's stored keys and values: offset, rank and length, int64 each
+_INDEX_BYTES = 2 * 3 * 8
 
 
 class SeKV(SpanPolicy):
@@ -34,7 +36,8 @@ class SeKV(SpanPolicy):
     together with sinks and the newest tokens. The tokens between two anchors form a
     span. The mean key and value of a span, weighted by surprisal (equation 2),
     represent it in every softmax; the score of a mean gets log |S| added. The tokens of
-    a span move to the host as factors of rank ``rank`` (equation 6). Each step attends
+    a span move to the host, as factors of rank ``rank`` (equation 6) where these are
+    smaller than the tokens' keys and values, else as these. Each step attends
     to the means, and to the individual tokens of the best spans, within ``zoom_share``
     of the budget. Long spans are cut into equal parts (``cut_evenly``).
 
@@ -57,6 +60,7 @@ class SeKV(SpanPolicy):
 
     Differs from the paper:
 
+    - Short spans are stored exactly, because factors would be no smaller.
     - The budget determines the number of anchors, the most surprising tokens first.
     - Long spans are cut without an anchor.
     - The window is at most ``window_share`` of the budget.
@@ -64,9 +68,9 @@ class SeKV(SpanPolicy):
     - A span that is zoomed for one query head is zoomed for all query heads of its KV
       head, because they share pages.
 
-    Cost: the model's output layer for every token of the prompt. A decomposition of
-    each span per layer and KV head, in parallel with the model. Per step and layer,
-    attention to the means, and reconstruction of newly zoomed spans.
+    Cost: the model's output layer for every token of the prompt. A copy or a
+    decomposition of each span per layer and KV head, in parallel with the model. Per
+    step and layer, attention to the means, and reconstruction of newly zoomed spans.
     """
 
     name: ClassVar[str] = "sekv"
@@ -128,7 +132,12 @@ class SeKV(SpanPolicy):
         "query: a span whose mean gets little attention can contain a token that gets "
         "much. Keeps a variance per dimension and span, which the budget counts.",
     )
-    rank: int = Field(default=32, ge=1, description="Rank of a span's factors (R).")
+    rank: int = Field(
+        default=32,
+        ge=1,
+        description="Rank of a span's factors (R). Spans whose factors would be no "
+        "smaller than their keys and values are stored exactly.",
+    )
     router: str = Field(
         default=MEAN_KEY,
         description='What ranks spans: "mean-key" (attention to their means), '
@@ -224,10 +233,13 @@ class SeKV(SpanPolicy):
         return self.host_memory
 
     def host_bytes(self, tokens: int, geometry: Geometry) -> int:
-        # The host stores whole tokens until they are decomposed. Factors of short spans
-        # are larger than their tokens (equation 18).
-        per_token = 1 + self.rank / self.least_span
-        return int(tokens * geometry.kv_bytes_per_token * (1 + per_token))
+        # Spans are stored as rows, or as factors that are smaller. One layer after the
+        # other is decomposed; its tokens are then on the host three times.
+        spans = tokens // self.span_tokens + 1
+        rows = tokens * geometry.kv_bytes_per_token * (1 + 2 / geometry.num_layers)
+        # Their mean keys in float32, until they are decomposed; at most this.
+        means = spans * geometry.kv_bytes_per_token
+        return int(rows + means + spans * geometry.all_rows * _INDEX_BYTES)
 
     @property
     def max_rank(self) -> int:

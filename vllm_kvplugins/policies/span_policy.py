@@ -5,8 +5,8 @@ Entries that a query attends to, per layer and KV head::
     [ sinks, anchors, window ] [ a mean per span ] [ tokens of zoomed spans ] [ tail ]
       pages of the request       entries outside the pages, in the same softmax
 
-All other tokens are in host memory as low-rank factors. Zoomed spans are reconstructed
-from them.
+All other tokens are in host memory, as low-rank factors where these are smaller than
+the tokens. Zoomed spans are reconstructed from them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class SpanPolicy(KVCachePolicy):
     ) -> LowRank:
         """Decompose the spans of a layer (SeKV, equations 6 to 8).
 
-        Drops components whose weight is below ``min_gate``.
+        Drops components whose weight is below ``min_gate``. Keeps the rows of spans
+        whose factors would be no smaller.
 
         Args:
             keys, values: [num_kv_heads, tokens, head_dim], one span after the other.
@@ -132,7 +133,9 @@ class SpanPolicy(KVCachePolicy):
         """
         starts = spans.sizes.cumsum(0) - spans.sizes
         rows = torch.cat([keys, values])
-        factors = truncated_svd(rows, starts, spans.sizes, self.max_rank)
+        factors = truncated_svd(
+            rows, starts, spans.sizes, self.max_rank, rows_if_smaller=True
+        )
         gates = self.component_gates(layer, factors, spans)
         if gates is None:
             return factors
