@@ -16,7 +16,7 @@ std::vector<Index> gate_offsets(const Factors& factors, const Tensor& gates) {
   std::vector<Index> offsets{0};
   for (Index i = 0; i < factors.matrices; ++i) {
     factors.require_record(kOp, i);
-    offsets.push_back(offsets.back() + factors.ranks[i]);
+    offsets.push_back(offsets.back() + factors.shape<float>(i).components());
   }
   const Argument argument{kOp, "gates", gates};
   argument.require_device_of(factors.tensor);
@@ -56,8 +56,11 @@ std::tuple<Tensor, Tensor, Tensor> keep_components(
     offset[0] = 0;
     for (Index i = 0; i < given.matrices; ++i) {
       const auto at = static_cast<std::size_t>(i);
-      rank[i] = std::count_if(gate + first[at], gate + first[at + 1],
-                              [&](float g) { return svd::is_kept(g, limit); });
+      const bool holds_rows = given.shape<Factor>(i).holds_rows();
+      rank[i] = holds_rows
+                    ? svd::kRows
+                    : std::count_if(gate + first[at], gate + first[at + 1],
+                                    [&](float g) { return svd::is_kept(g, limit); });
       const svd::Record<Factor> shape{given.tokens[i], head_dim, rank[i]};
       offset[i + 1] = offset[i] + shape.elements();
     }

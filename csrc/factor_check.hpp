@@ -60,9 +60,13 @@ struct Factors {
   bool is_sound(Index at) const {
     const Index begin = offsets[at], end = offsets[at + 1];
     return begin >= 0 && end >= begin && end <= size && tokens[at] >= 0 &&
-           tokens[at] <= kMaxTokens && ranks[at] >= 0 &&
+           tokens[at] <= kMaxTokens && ranks[at] >= svd::kRows &&
            ranks[at] <= std::min(tokens[at], head_dim) &&
            shape<Factor>(at).elements() == end - begin;
+  }
+  // Multiply-adds of a reconstruction; a copy of rows counts as one component.
+  Index work(Index at) const {
+    return tokens[at] * std::max<Index>(ranks[at], 1) * head_dim;
   }
   void require_record(const char* op, Index at) const {
     if (in_bfloat16 ? is_sound<BFloat16>(at) : is_sound<float>(at)) return;
@@ -129,9 +133,7 @@ struct Chosen {
   // Multiply-adds of all chosen matrices.
   Index work() const {
     Index sum = 0;
-    for (Index i = 0; i < count; ++i) {
-      sum += all.tokens[which[i]] * all.ranks[which[i]] * all.head_dim;
-    }
+    for (Index i = 0; i < count; ++i) sum += all.work(which[i]);
     return sum;
   }
   // Number of result rows before each matrix; the last entry is their total.

@@ -61,16 +61,30 @@ void require_sound(const char* op, const std::vector<svd::Fault>& faults, Index 
   }
 }
 
-// Offsets of the records, assuming the largest possible ranks.
+// The shape of each span's record, assuming the largest possible ranks.
 template <typename Factor>
-std::vector<Index> roomy_offsets(const Spans& spans, Index planes, Index head_dim,
-                                 Index max_rank) {
-  std::vector<Index> offsets{0};
-  for (Index i = 0; i < planes * spans.count; ++i) {
-    const Index tokens = spans.lengths[i % spans.count];
+std::vector<svd::Record<Factor>> roomy_shapes(const Spans& spans, Index head_dim,
+                                              Index max_rank, bool rows_if_smaller) {
+  std::vector<svd::Record<Factor>> shapes;
+  for (Index s = 0; s < spans.count; ++s) {
+    const Index tokens = spans.lengths[s];
     const Index rank = std::min(std::min(tokens, head_dim), max_rank);
-    offsets.push_back(offsets.back() +
-                      svd::Record<Factor>{tokens, head_dim, rank}.elements());
+    shapes.push_back(rows_if_smaller
+                         ? svd::smallest_record<Factor>(tokens, head_dim, max_rank)
+                         : svd::Record<Factor>{tokens, head_dim, rank});
+  }
+  return shapes;
+}
+
+// Offsets of the records of all planes.
+template <typename Factor>
+std::vector<Index> roomy_offsets(const std::vector<svd::Record<Factor>>& shapes,
+                                 Index planes) {
+  std::vector<Index> offsets{0};
+  for (Index plane = 0; plane < planes; ++plane) {
+    for (const auto& shape : shapes) {
+      offsets.push_back(offsets.back() + shape.elements());
+    }
   }
   return offsets;
 }
@@ -89,11 +103,12 @@ Index decompose_work(const Spans& spans, Index planes, Index head_dim) {
 // Decomposes all matrices and removes the gaps that lower ranks leave.
 template <typename Element, typename Factor>
 Tensor decompose_all(const char* op, const Tensor& rows, const Spans& spans,
-                     const svd::Options& options, ScalarType type, Index* ranks,
-                     Index* offsets) {
+                     const svd::Options& options, bool rows_if_smaller, ScalarType type,
+                     Index* ranks, Index* offsets) {
   const Index head_dim = rows.size(2), count = rows.size(0) * spans.count;
-  const std::vector<Index> roomy =
-      roomy_offsets<Factor>(spans, rows.size(0), head_dim, options.max_rank);
+  const auto shapes =
+      roomy_shapes<Factor>(spans, head_dim, options.max_rank, rows_if_smaller);
+  const std::vector<Index> roomy = roomy_offsets(shapes, rows.size(0));
   Tensor room = torch::stable::new_empty(rows, {roomy.back()}, type);
   auto* base = static_cast<Factor*>(room.mutable_data_ptr());
   const auto* first = static_cast<const Element*>(rows.const_data_ptr());
@@ -107,6 +122,11 @@ Tensor decompose_all(const char* op, const Tensor& rows, const Spans& spans,
                 first + plane * rows.stride(0) + spans.starts[span] * rows.stride(1),
                 spans.lengths[span], head_dim, rows.stride(1)};
             const auto at = static_cast<std::size_t>(i);
+            if (shapes[static_cast<std::size_t>(span)].holds_rows()) {
+              svd::store_rows(matrix, base + roomy[at], faults[at]);
+              ranks[i] = svd::kRows;
+              return;
+            }
             ranks[i] = svd::decompose(kernels, matrix, options, base + roomy[at], work,
                                       faults[at]);
           });
@@ -128,11 +148,9 @@ Tensor decompose_all(const char* op, const Tensor& rows, const Spans& spans,
 }
 
 // (factors [elements], offsets int64 [matrices + 1], ranks int64 [matrices])
-std::tuple<Tensor, Tensor, Tensor> truncated_svd(const Tensor& rows,
-                                                 const Tensor& starts,
-                                                 const Tensor& lengths,
-                                                 std::int64_t max_rank, double energy,
-                                                 bool in_bfloat16) {
+std::tuple<Tensor, Tensor, Tensor> truncated_svd(
+    const Tensor& rows, const Tensor& starts, const Tensor& lengths,
+    std::int64_t max_rank, double energy, bool in_bfloat16, bool rows_if_smaller) {
   const char* op = "truncated_svd";
   const Spans spans = checked_spans(op, rows, starts, lengths);
   if (max_rank < 1) fail(op, "max_rank must be positive, got ", max_rank);
@@ -148,11 +166,13 @@ std::tuple<Tensor, Tensor, Tensor> truncated_svd(const Tensor& rows,
   Tensor factors = rows;  // Tensor has no default constructor
   with_number(Argument{op, "rows", rows}, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
-    factors = in_bfloat16
-                  ? decompose_all<Element, BFloat16>(op, rows, spans, options,
-                                                     ScalarType::BFloat16, rank, offset)
-                  : decompose_all<Element, float>(op, rows, spans, options,
-                                                  ScalarType::Float, rank, offset);
+    factors =
+        in_bfloat16
+            ? decompose_all<Element, BFloat16>(op, rows, spans, options,
+                                               rows_if_smaller, ScalarType::BFloat16,
+                                               rank, offset)
+            : decompose_all<Element, float>(op, rows, spans, options, rows_if_smaller,
+                                            ScalarType::Float, rank, offset);
   });
   return {factors, offsets, ranks};
 }
@@ -189,7 +209,8 @@ Tensor reconstruct(const Tensor& factors, const Tensor& offsets, const Tensor& r
 STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
   m.def(
       "truncated_svd(Tensor rows, Tensor starts, Tensor lengths, int max_rank, "
-      "float energy, bool in_bfloat16) -> (Tensor, Tensor, Tensor)");
+      "float energy, bool in_bfloat16, bool rows_if_smaller) "
+      "-> (Tensor, Tensor, Tensor)");
   m.def(
       "reconstruct(Tensor factors, Tensor offsets, Tensor ranks, Tensor tokens, "
       "int head_dim, Tensor which, bool in_bfloat16) -> Tensor");

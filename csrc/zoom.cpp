@@ -200,8 +200,7 @@ void reconstruct_tokens(const Planes& planes, const Entries& entries,
   const svd::Kernels& kernels = kvp::select_kernels<svd::Kernels>();
   Index products = 0;
   for (const Reconstruction& each : reconstructions) {
-    const Factors& own = factors[each.request];
-    products += own.tokens[each.matrix] * own.ranks[each.matrix] * own.head_dim;
+    products += factors[each.request].work(each.matrix);
   }
   with_number(Argument{kOp, "keys", planes.keys}, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;

@@ -17,7 +17,7 @@ from _masked_model import Branches, MaskedModel, Prompt
 from vllm_kvplugins import ops
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.policies.span_policy import SpanPolicy
-from vllm_kvplugins.spans.coarse import CoarseSpans
+from vllm_kvplugins.spans.coarse import CoarseSpans, weighted_means
 from vllm_kvplugins.spans.segmentation import Segments
 
 
@@ -67,11 +67,14 @@ class Resolved:
         found, heads = self.segments, len(keys)
         inside = keys[:, found.positions], values[:, found.positions]
         spans = CoarseSpans.of(
-            *inside, found, lambda means: self.policy.summarize(layer, means)
+            inside[0],
+            found,
+            lambda means: self.policy.summarize(layer, means),
+            self.policy.uses_key_variance,
         )
         parts = [
             [keys[:, found.resident], spans.keys],
-            [values[:, found.resident], spans.values],
+            [values[:, found.resident], weighted_means(inside[1], found)],
         ]
         if self.room:
             rows = [part.bfloat16() for part in inside]

@@ -78,6 +78,10 @@ struct Factors {
       const Record<Factor>& s = shapes[m];
       for (Index i = 0; i < s.tokens * head_dim; ++i) {
         const Index t = i / head_dim, d = i % head_dim;
+        if (s.holds_rows()) {
+          out.push_back(double(kvp::to_float(record[i])));
+          continue;
+        }
         double sum = 0.0;
         for (Index k = 0; k < s.rank; ++k) {
           sum += double(kvp::to_float(record[s.left() + t * s.rank + k])) * 10.0 /
@@ -130,8 +134,16 @@ void test_rows(const Factors<Factor>& factors) {
 
 template <typename Factor>
 void test_factors(Index dims, std::mt19937& random) {
-  const Factors<Factor> factors(
-      dims, {{33, 16}, {1, 1}, {0, 0}, {64, 40}, {7, 0}, {5, 3}}, random);
+  const Factors<Factor> factors(dims,
+                                {{33, 16},
+                                 {1, 1},
+                                 {0, 0},
+                                 {41, kvp::svd::kRows},
+                                 {64, 40},
+                                 {7, 0},
+                                 {5, 3},
+                                 {3, kvp::svd::kRows}},
+                                random);
   test_rows<float>(factors);
   test_rows<BFloat16>(factors);
 }

@@ -49,6 +49,57 @@ void test_reconstruction(std::mt19937& random) {
   }
 }
 
+// Rows are stored as they are, and come back as they are.
+template <typename Element, typename Factor>
+void check_rows(Index tokens, Index dim, std::mt19937& random) {
+  const auto problem = make_problem<Factor>(tokens, dim, Spectrum::kFlat, random);
+  const kvp::svd::Record<Factor> shape{tokens, dim, kvp::svd::kRows};
+  CHECK(shape.elements() - tokens * dim == (tokens * dim) % shape.kPerFloat);
+  // exact size: a sanitizer sees a write past the end
+  std::vector<Factor> record(u(shape.elements()),
+                             kvp::svd::narrow(NAN, (Factor*)nullptr));
+  Fault fault = Fault::kNoEigenvalue;
+  kvp::svd::store_rows(problem.matrix(), record.data(), fault);
+  CHECK(fault == Fault::kNone);
+  std::vector<Factor> kept(record.size());
+  kvp::svd::keep_components(shape, record.data(), nullptr, 0.5f, kept.data());
+  std::vector<Element> rows(u(tokens * dim));
+  static Workspace work;
+  kvp::svd::reconstruct_rows(*kernels, shape, kept.data(), rows.data(), work);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const float value = kvp::to_float(record[i]);
+    CHECK(kvp::to_float(rows[i]) ==
+          kvp::to_float(kvp::svd::narrow(value, (Element*)nullptr)));
+  }
+  if (shape.elements() > tokens * dim) CHECK(kvp::to_float(record.back()) == 0.0f);
+}
+
+void test_rows(std::mt19937& random) {
+  current_case = "rows";
+  for (Index tokens : {0, 1, 33}) {
+    for (Index dim : {1, 64, 65}) {
+      check_rows<float, float>(tokens, dim, random);
+      check_rows<float, BFloat16>(tokens, dim, random);
+      check_rows<BFloat16, float>(tokens, dim, random);
+      check_rows<BFloat16, BFloat16>(tokens, dim, random);
+    }
+  }
+}
+
+// The smallest record has factors only where they are smaller.
+template <typename Factor>
+void check_smallest() {
+  for (Index tokens = 0; tokens < 150; ++tokens) {
+    for (Index rank : {1, 8, 32, 64}) {
+      const auto made = kvp::svd::smallest_record<Factor>(tokens, 64, rank);
+      const Index full = std::min(std::min<Index>(tokens, 64), rank);
+      const Record<Factor> factors{tokens, 64, full}, rows{tokens, 64, kvp::svd::kRows};
+      CHECK(made.rank == full || made.holds_rows());
+      CHECK(made.elements() == std::min(factors.elements(), rows.elements()));
+    }
+  }
+}
+
 // Any components may be dropped. The others are copied, and odd records are padded.
 template <typename Factor>
 void check_components(Index tokens, Index dim, float min_gate, std::mt19937& random) {
@@ -128,8 +179,11 @@ int main() {
     test_conversion();
     test_reconstruction(random);
     test_components(random);
+    test_rows(random);
   });
   test_size();
+  check_smallest<float>();
+  check_smallest<BFloat16>();
   std::printf("%d failure(s)\n", failures);
   return failures != 0;
 }

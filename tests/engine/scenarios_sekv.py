@@ -99,8 +99,10 @@ def trace(
     """One long prompt.
 
     Returns:
-        ``tokens_held`` per KV head after each step of the answer: of blocks and of
-        entries, without what was generated; ``host_bytes`` and what equation 18 says.
+        ``bytes_held`` on the device after each step of the answer, without what was
+        generated and without page lists; ``token_bytes``, keys and values of a token;
+        ``host_bytes`` and ``reserved_bytes`` on the host, and the bytes of
+        ``tokens_on_host``.
     """
     driver = Driver(make_llm(model, policy, max_num_batched_tokens=1024))
     driver.add("a", random_tokens(length, length, VOCABULARY), max_tokens)
@@ -117,15 +119,18 @@ def trace(
             # the last block is full up to the token that was just computed
             slots = blocks * size - (-request.num_computed_tokens % size)
             generated = request.num_computed_tokens - length
-            held.append(slots + state.entries_per_head - generated)
+            token_bytes = driver.runtime.geometry.kv_bytes_per_token
+            outside = driver.runtime.device_bytes(request.request_id)
+            outside -= driver.runtime.tables.request_bytes
+            held.append((slots - generated) * token_bytes + outside)
             factors = [layer.factors.result() for layer in state.layers]
+            policy, geometry = driver.runtime.policy, driver.runtime.geometry
+            spanned = state.segments.positions.numel()
             report = {
+                "token_bytes": token_bytes,
                 "host_bytes": sum(factor.nbytes for factor in factors),
-                "equation_18": sum(
-                    int((factor.ranks * (factor.tokens + factor.head_dim + 1)).sum())
-                    * factor.factors.itemsize
-                    for factor in factors
-                ),
+                "tokens_on_host": spanned * token_bytes,
+                "reserved_bytes": policy.spans.host_bytes(length, geometry),
                 "ranks": sorted({int(r) for factor in factors for r in factor.ranks}),
             }
-    return {"tokens_held": held, **report}
+    return {"bytes_held": held, **report}

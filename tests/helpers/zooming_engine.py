@@ -17,8 +17,10 @@ from vllm_kvplugins.spans.segmentation import Segments
 BLOCK, BLOCKS = 4, 120
 
 # (layer, KV head, queries [GROUP, HEAD_DIM], mean keys [spans, HEAD_DIM], attention
-# scores of the means [GROUP, spans]) -> [spans]
-Promise = Callable[[int, int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# scores of the means [GROUP, spans], variance of keys [spans, HEAD_DIM]) -> [spans]
+Promise = Callable[
+    [int, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]
 
 
 def attention_to_means(
@@ -27,9 +29,23 @@ def attention_to_means(
     query_rows: torch.Tensor,
     keys: torch.Tensor,
     scores: torch.Tensor,
+    variance: torch.Tensor,
 ) -> torch.Tensor:
     """The ranking of ``router: mean-key``."""
     return scores.softmax(1).sum(0)
+
+
+def attention_to_spans(
+    layer: int,
+    head: int,
+    query_rows: torch.Tensor,
+    keys: torch.Tensor,
+    scores: torch.Tensor,
+    variance: torch.Tensor,
+) -> torch.Tensor:
+    """The ranking of ``second_order``."""
+    spread = (SCALE * query_rows).square() @ variance.T / 2
+    return (scores + spread).softmax(1).sum(0)
 
 
 class ZoomingEngine(FakeEngine):
@@ -131,9 +147,16 @@ def see(
     ]
     scores = torch.stack([query_rows @ key * SCALE for key, _ in means], 1)
     scores += torch.tensor([math.log(len(t)) for t in tokens])
-    predicted = promise(
-        layer, head, query_rows, torch.stack([key for key, _ in means]), scores
+    mean_keys = torch.stack([key for key, _ in means])
+    variance = torch.stack(
+        [
+            (w[:, None] * (keys[t] - mean).square()).sum(0)
+            for w, t, mean in zip(worth, tokens, mean_keys, strict=True)
+        ]
     )
+    # the engine's precision, so that the order of similar spans is the same
+    variance = variance.bfloat16().double()
+    predicted = promise(layer, head, query_rows, mean_keys, scores, variance)
     zoomed, remaining = [], room
     for span in predicted.argsort(descending=True).tolist():
         if len(tokens[span]) > room or predicted[span] == -math.inf:

@@ -186,9 +186,8 @@ def test_one_threshold_is_the_mean_of_all(tmp_path):
         policy = parse_policy(settings | {"name": name})
         assert isinstance(policy, SeKV)
         sizes = torch.full((9,), 4)
-        spans = CoarseSpans(
-            keys, keys, sizes.float().log(), sizes, policy.summarize(0, keys)
-        )
+        log_sizes, summary = sizes.float().log(), policy.summarize(0, keys)
+        spans = CoarseSpans(keys, log_sizes, sizes, summary)
         actual[name] = policy.gates(0, queries, spans, 1.0)
     everything, nothing = (actual["sekv"] > -math.inf).all(1).tolist()
     assert everything

@@ -90,6 +90,23 @@ def test_a_gate_of_one_changes_nothing(backend, random, dtype):
         assert kept.ranks.equal(factors.ranks)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_have_no_components_to_drop(backend, random, dtype):
+    rows = make_rows("decaying", 3, 140, DIM, random)
+    small = ops.truncated_svd(
+        rows, *spans_of(*LENGTHS), 9, dtype=dtype, rows_if_smaller=True
+    )
+    components = int(small.ranks.clamp(min=0).sum())
+    kept = ops.keep_components(small, torch.zeros(components), 0.5)
+    as_rows = small.ranks < 0
+    assert 0 < int(as_rows.sum()) < len(small)
+    assert kept.ranks.equal(small.ranks.clamp(max=0))
+    which = as_rows.nonzero()[:, 0]
+    before, after = ops.reconstruct(small, which), ops.reconstruct(kept, which)
+    assert after.equal(before)
+    assert kept.nbytes == small.offsets.diff()[as_rows].sum() * dtype.itemsize
+
+
 def test_the_limit_itself_stays_and_nothing_is_dropped_at_zero(backend, random):
     factors = make_factors(random, torch.float32)
     gates = torch.full((int(factors.ranks.sum()),), 0.1)

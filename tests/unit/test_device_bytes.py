@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_engine import HEAD_DIM, KV_HEADS, LAYERS, FakeEngine
+from fake_engine import GROUP, HEAD_DIM, KV_HEADS, LAYERS, FakeEngine
 from policy_settings import configure
+from routers import write_random_router
 
 from vllm_kvplugins.engine.device_memory import bytes_of_requests
 from vllm_kvplugins.engine.requests import RequestState
 from vllm_kvplugins.engine.windows import StepQueries, Window
+from vllm_kvplugins.model_config import ModelFingerprint
 
 BLOCK, PROMPT, BUDGET = 16, 400, 96
 
@@ -43,16 +45,38 @@ def test_page_lists_and_positions_count(allocator, scopes):
     assert engine.runtime.device_bytes("r") == 0
 
 
-def test_means_of_spans_count_in_both_precisions():
-    engine = compacted("sekv")
-    state = engine.spans._requests["r"]
-    row_bytes = LAYERS * KV_HEADS * 2 * HEAD_DIM * 4  # a float32 key and value per head
-    entries = state.segments.num_spans + state.room
-    # Attention reads the means as entries; the policy also keeps them in float32.
-    expected = (entries + state.segments.num_spans) * row_bytes
-    assert engine.spans.device_bytes("r") >= expected
+@pytest.mark.parametrize("second_order", [False, True])
+@pytest.mark.parametrize("routed", [False, True])
+def test_the_bytes_that_plans_assume_of_spans_are_those_of_the_tensors(
+    routed, second_order, tmp_path
+):
+    """The plan's formula gives ``device_bytes``; the rest counts tensors."""
+    settings: dict[str, object] = {"second_order": second_order}
+    if routed:
+        settings["router"] = str(tmp_path / "router.safetensors")
+        model = ModelFingerprint(
+            architecture="LlamaForCausalLM",
+            num_layers=LAYERS,
+            num_heads=KV_HEADS * GROUP,
+            num_kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            hidden_size=32,
+            vocab_size=100,
+            rope=None,
+        )
+        random = torch.Generator().manual_seed(0)
+        write_random_router(tmp_path / "router.safetensors", model, random)
+    engine = compacted("sekv", **settings)
+    # One request alone fills the arena, and no hidden states wait.
+    spans = engine.spans
+    assert spans.device_bytes("r") == spans.allocated_device_bytes > 0
+    held = engine.runtime.device_bytes("r") - engine.runtime.tables.request_bytes
+    assert held == spans.device_bytes("r") + positions_of(engine).nbytes
+    row_bytes = LAYERS * KV_HEADS * 2 * HEAD_DIM * 4
+    in_pages = positions_of(engine).shape[1] * row_bytes
+    assert (BUDGET - BLOCK) * row_bytes < in_pages + held <= BUDGET * row_bytes
     engine.runtime.finish(["r"])
-    assert engine.spans.device_bytes("r") == 0
+    assert spans.device_bytes("r") == spans.allocated_device_bytes == 0
 
 
 # -- all requests together: vllm:kv_policy_device_table_bytes ----------------------
@@ -66,7 +90,8 @@ def test_the_total_covers_every_request(name):
     assert one >= runtime.device_bytes("r")
     engine.add("s", PROMPT, 4)
     engine.step({"s": PROMPT})
-    assert runtime.device_table_bytes >= sum(map(runtime.device_bytes, "rs")) > one
+    assert runtime.device_table_bytes >= sum(map(runtime.device_bytes, "rs"))
+    assert runtime.device_table_bytes > one
     runtime.finish(["r", "s"])
     # Page lists keep their room; positions, means and entries are gone.
     assert runtime.device_table_bytes == runtime.tables.num_bytes < one

@@ -198,10 +198,10 @@ def test_the_report_ranks_as_the_policy_does(random, tmp_path):
     for router, ranking in ranks.items():
         policy = SeKV(router=router)
         for layer in range(SHAPE.layers):
-            keys, values = example.means[:, layer]
+            keys = example.means[0, layer]
             summary = policy.summarize(layer, keys)
             sizes = example.segments.sizes
-            spans = CoarseSpans(keys, values, example.log_sizes, sizes, summary)
+            spans = CoarseSpans(keys, example.log_sizes, sizes, summary)
             for ask in range(example.queries.shape[2]):
                 queries = example.queries[layer, :, ask]
                 queries = queries.unflatten(0, (SHAPE.kv_heads, -1))

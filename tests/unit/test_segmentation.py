@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from vllm_kvplugins.spans.coarse import CoarseSpans
+from vllm_kvplugins.policies.sekv import SeKV
+from vllm_kvplugins.spans.coarse import CoarseSpans, weighted_means
 from vllm_kvplugins.spans.segmentation import Segments, cut_evenly, segment
 
 SEED = 20261122
@@ -250,13 +252,73 @@ def test_means_are_weighted():
     segments = segment(surprisal, none_fixed(50), 6, 0.3, 2, 9)
     count = segments.positions.numel()
     keys, values = torch.randn(2, 3, count, 8, generator=rng).bfloat16()
-    spans = CoarseSpans.of(keys, values, segments, torch.clone)
+    spans = CoarseSpans.of(keys, segments, torch.clone, with_variance=True)
+    mean_values = weighted_means(values, segments)
     for number, run in enumerate(runs(segments)):
         at = [segments.positions.tolist().index(p) for p in run]
         worth = surprisal[run] / surprisal[run].sum()
-        for rows, means in ((keys, spans.keys), (values, spans.values)):
+        for rows, means in ((keys, spans.keys), (values, mean_values)):
             expected = (rows[:, at].double() * worth[:, None].double()).sum(1)
             torch.testing.assert_close(
                 means[:, number].double(), expected, rtol=0, atol=1e-5
             )
+        from_mean = keys[:, at].double() - spans.keys[:, number, None].double()
+        variance = (from_mean.square() * worth[:, None].double()).sum(1)
+        torch.testing.assert_close(
+            spans.key_variance[:, number].double(), variance, rtol=0.01, atol=1e-5
+        )
+        assert torch.equal(spans.summary, spans.keys)
         assert spans.log_sizes[number] == pytest.approx(math.log(len(run)))
+
+
+def test_second_order_finds_a_key_that_its_mean_hides():
+    """One key of eight answers the query; its span's mean is that of other spans."""
+    policy, scale = SeKV(second_order=True), 0.25
+    random = torch.Generator().manual_seed(SEED)
+    print("seed", SEED)
+    query = torch.nn.functional.normalize(torch.randn(16, generator=random), dim=0) * 16
+    keys = 0.1 * torch.randn(1, 80, 16, generator=random)
+    keys[0, 40:48] -= 2 / 7 * query / 16
+    keys[0, 43] = 2 * query / 16
+    keys[0, 8:16] += 0.1 * query / 16  # a span that gets more attention by its mean
+    span = torch.arange(10).repeat_interleave(8)
+    even = torch.full((80,), 1 / 8)
+    segments = Segments(
+        torch.zeros(80, dtype=torch.bool),
+        torch.arange(80),
+        span,
+        torch.full((10,), 8),
+        even,
+        torch.empty(0, dtype=torch.int64),
+    )
+    exact = torch.zeros(10).index_add_(0, span, (keys[0] @ query * scale).softmax(0))
+    spans = CoarseSpans.of(keys, segments, lambda means: None, with_variance=True)
+    gates = policy.gates(0, query.view(1, 1, 16), spans, scale)[0]
+    by_mean = replace(spans, key_variance=None)
+    first_order = policy.gates(0, query.view(1, 1, 16), by_mean, scale)[0]
+    assert int(exact.argmax()) == int(gates.argmax()) == 5
+    assert int(first_order.argmax()) == 1
+
+
+def test_second_order_is_exact_for_normally_distributed_keys():
+    policy, scale, tokens = SeKV(second_order=True), 0.25, 20000
+    random = torch.Generator().manual_seed(SEED)
+    print("seed", SEED)
+    width = torch.tensor([0.2, 0.6, 1.0])
+    keys = torch.randn(1, 3, tokens, 16, generator=random) * width[:, None, None]
+    segments = Segments(
+        torch.zeros(3 * tokens, dtype=torch.bool),
+        torch.arange(3 * tokens),
+        torch.arange(3).repeat_interleave(tokens),
+        torch.full((3,), tokens),
+        torch.full((3 * tokens,), 1 / tokens),
+        torch.empty(0, dtype=torch.int64),
+    )
+    query = torch.randn(1, 2, 16, generator=random)
+    spans = CoarseSpans.of(
+        keys.flatten(1, 2), segments, lambda means: None, with_variance=True
+    )
+    mass = (query @ keys.flatten(1, 2).mT * scale).softmax(-1)
+    expected = mass.view(2, 3, tokens).sum(-1).sum(0)
+    gates = policy.gates(0, query, spans, scale)[0]
+    torch.testing.assert_close(gates, expected, rtol=0.03, atol=0)

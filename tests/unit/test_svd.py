@@ -55,6 +55,48 @@ def test_error_is_the_best_that_a_rank_allows(backend, random, kind, shape):
         assert error(rows[0], bf16_factors) <= 1.05 * best + 0.006 * norm
 
 
+@pytest.mark.parametrize("dim", [64, 65, 128])
+@pytest.mark.parametrize("factor_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_where_factors_are_no_smaller(backend, random, dtype, factor_dtype, dim):
+    """Equation 18 counts rank * (tokens + dim + 1) numbers, against tokens * dim."""
+    sizes = (16, 0, 33, 1, 40, 50, 64, 66, 67, 90, 200)
+    lengths = torch.tensor(sizes)
+    starts = lengths.cumsum(0) - lengths
+    rows = make_rows("flat", 2, sum(sizes), dim, random).to(dtype)
+    given = starts, lengths, 32, 1.0, factor_dtype
+    small = svd.truncated_svd(rows, *given, rows_if_smaller=True)
+    factors = svd.truncated_svd(rows, *given)
+    again = svd.reconstruct(small, torch.arange(len(small)), torch.float32)
+    restored = again.split(lengths.repeat(2).tolist())
+    as_factors = svd.reconstruct(factors, torch.arange(len(small)), torch.float32)
+    approximate = as_factors.split(lengths.repeat(2).tolist())
+    for matrix, size in enumerate([*sizes, *sizes]):
+        elements = small.offsets.diff()[matrix]
+        padding = 0 if factor_dtype == torch.float32 else size * dim % 2
+        assert elements <= size * dim + padding
+        assert elements <= factors.offsets.diff()[matrix]
+        if int(small.ranks[matrix]) == svd.ROWS:
+            plane, span = divmod(matrix, len(sizes))
+            exact = rows[plane, starts[span] : starts[span] + size].to(factor_dtype)
+            assert small.rows(matrix).equal(exact)
+            assert restored[matrix].equal(exact.float())
+        else:
+            assert elements < size * dim
+            assert restored[matrix].equal(approximate[matrix])
+    stored_as_rows = {s for s, r in zip(sizes, small.ranks, strict=False) if r < 0}
+    longest = {64: 65, 65: 64, 128: 43}[dim]  # from equation 18, without padding
+    assert {s for s in sizes if 0 < s <= longest} <= stored_as_rows
+    assert stored_as_rows.isdisjoint({90, 200})
+
+
+def test_rows_must_be_finite_too(backend, random):
+    rows = make_rows("flat", 1, 20, DIM, random)
+    rows[0, 7, 3] = torch.inf
+    with pytest.raises(ValueError, match="span 0 of plane 0 holds NaN or infinities"):
+        svd.truncated_svd(rows, *whole(20), 32, rows_if_smaller=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_span_of_every_plane(backend, random, dtype):
     starts, lengths = spans_of(16, 0, 33, 1, 64, 33, 90)

@@ -38,7 +38,10 @@ class Requests:
         dtype: torch.dtype = torch.float32,
         longest: int = 9,
         shortest: int = 1,
+        rank: int = DIM,
+        rows_if_smaller: bool = False,
     ) -> None:
+        self.rank, self.rows_if_smaller = rank, rows_if_smaller
         print("seed", SEED)
         self.rng = torch.Generator().manual_seed(SEED)
         self.spans, self.rooms = spans, rooms
@@ -73,7 +76,8 @@ class Requests:
 
     def _factors(self, sizes: torch.Tensor, dtype: torch.dtype) -> LowRank:
         rows = torch.randn(2 * HEADS, int(sizes.sum()), DIM, generator=self.rng)
-        return ops.truncated_svd(rows, sizes.cumsum(0) - sizes, sizes, DIM, 1.0, dtype)
+        starts, as_rows = sizes.cumsum(0) - sizes, self.rows_if_smaller
+        return ops.truncated_svd(rows, starts, sizes, self.rank, 1.0, dtype, as_rows)
 
     def views(self, i: int) -> list[torch.Tensor]:
         """Bias, owner, keys and values of a request, KV head by KV head."""
@@ -182,6 +186,14 @@ def test_a_request_without_factors_is_no_matter_to_others(backend):
     assert requests.zoom(gates)[0] > 0
     requests.factors[0] = own
     assert requests.step(gates) == 0, "reconstructed again"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_and_factors_are_zoomed_alike(backend, dtype):
+    requests = Requests([7, 30], [20, 55], dtype, rank=2, rows_if_smaller=True)
+    ranks = torch.cat([factors.ranks for factors in requests.factors])
+    assert set(ranks.tolist()) >= {-1, 2}
+    assert sum(requests.step(requests.draw()) for _ in range(5)) > 100
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

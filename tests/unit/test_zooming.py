@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_engine import GROUP, HEAD_DIM, KV_HEADS, LAYERS
-from zooming_engine import ZoomingEngine, run
+from zooming_engine import ZoomingEngine, attention_to_spans, run
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.engine.requests import Row
@@ -43,6 +43,14 @@ def test_queries_see_means_and_zoomed_tokens_in_one_softmax():
         for p in range(151, 161)
     ]
     assert min(changes) > 0, "nothing was zoomed out again"
+
+
+def test_second_order_zooms_where_keys_vary():
+    engine = ZoomingEngine(POLICY | {"second_order": True}, attention_to_spans)
+    run(engine, {"a": 150, "b": 97}, 12, 9, SEED)
+    assert len(engine.seen) == 22
+    with pytest.raises(AssertionError):  # means alone choose other spans
+        run(ZoomingEngine(POLICY | {"second_order": True}), {"a": 150}, 12, 9, SEED)
 
 
 def test_learned_sinks_take_their_share():
@@ -180,9 +188,11 @@ def test_who_goes_before_a_step_is_settled_is_not_divided(monkeypatch):
 def test_lower_ranks_see_less():
     errors = []
     for rank in (8, 4, 1):
-        engine = ZoomingEngine(POLICY)
+        # longer than the 9 tokens that rank 4 stores as rows
+        policy = POLICY | {"least_span": 12, "budget": 110}
+        engine = ZoomingEngine(policy)
         # the oracle sees the tokens themselves
-        engine.spans.policy = parse_policy(POLICY | {"rank": rank})
+        engine.spans.policy = parse_policy(policy | {"rank": rank})
         with contextlib.suppress(AssertionError):
             run(engine, {"a": 150}, 4, 150, SEED)
         errors.append(engine.worst)
@@ -195,22 +205,23 @@ def test_components_that_count_little_are_dropped(monkeypatch):
 
     def gates(self: SeKV, layer: int, factors: LowRank, spans: CoarseSpans) -> Any:
         calls.append((layer, tuple(spans.keys.shape)))
-        own = [(torch.arange(r) < 4) * 0.99 + 0.01 for r in factors.ranks.tolist()]
+        own = [(torch.arange(r) < 2) * 0.99 + 0.01 for r in factors.ranks.tolist()]
         return torch.cat(own)
 
     def first_answer(**policy: Any) -> list[torch.Tensor]:
         """The tokens that one query sees in each layer."""
         marks: list[torch.Tensor] = []
-        engine = ZoomingEngine(POLICY | policy)
+        # longer than the 9 tokens that rank 4 stores as rows
+        engine = ZoomingEngine(POLICY | {"least_span": 12, "budget": 110} | policy)
         monkeypatch.setattr(
             ZoomingEngine, "_check_row", lambda self, row, layer, out: marks.append(out)
         )
         run(engine, {"a": 150}, 2, 150, SEED)
         return marks
 
-    lower, full = first_answer(rank=4), first_answer()
+    lower, full = first_answer(rank=2), first_answer(rank=4)
     monkeypatch.setattr(SeKV, "component_gates", gates)
-    gated = first_answer()
+    gated = first_answer(rank=4)
     assert [layer for layer, _ in calls] == list(range(LAYERS))
     assert {shape[0::2] for _, shape in calls} == {(KV_HEADS, HEAD_DIM)}
     for a, b, c in zip(gated, lower, full, strict=True):
@@ -221,25 +232,30 @@ def test_components_that_count_little_are_dropped(monkeypatch):
 # -- sizes -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("element_bytes", [2, 4])
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.5])
-def test_all_on_the_device_is_within_the_budget(share):
-    size = 32
-    geometry = Geometry(size, 30, 3, 2 * 30 * 3 * 64 * 2)
+def test_all_on_the_device_is_within_the_budget(share, element_bytes):
+    size, rows = 32, 30 * 3
+    row = 2 * 64 * element_bytes  # a key and a value
+    geometry = Geometry(size, 30, 3, rows * row, 64, element_bytes)
     policy = SeKV(budget=share)
+    # next to a key and a value: a position, or a bias and an owner
+    position, entry = row + 4, row + 4 + 8
     for prompt in (4096, 4099, 6000, 8191):
-        budget = int(share * prompt)
+        budget = int(share * prompt) * row
         resident = resident_tokens(policy, prompt, geometry)
         zoom = policy.zoom_tokens(prompt, geometry)
-        spans = min(int(0.3 * budget), prompt // 32)
-        assert resident + zoom + spans == budget, "room is wasted"
-        assert int(0.4 * budget) <= zoom < int(0.4 * budget) + size
+        spans = min(int(0.3 * budget / entry), prompt // 32)
+        used = resident * position + (zoom + spans) * entry + 4 * spans / rows
+        assert budget - entry < used <= budget, "room is wasted"
+        assert int(0.4 * budget / entry) <= zoom < int(0.4 * budget / entry) + size
         surprisal = torch.rand(prompt, generator=torch.Generator().manual_seed(SEED))
         segmented = policy.segment(surprisal, resident, geometry)
         assert int(segmented.resident.sum()) == resident
         assert 0.9 * spans < segmented.num_spans <= spans
         assert int(segmented.sizes.max()) <= zoom, "a span is never zoomed"
         assert bool(segmented.resident[: policy.sinks].all())
-        assert bool(segmented.resident[-min(512, int(0.1 * budget)) :].all())
+        assert bool(segmented.resident[-min(512, int(0.1 * budget / row)) :].all())
 
 
 def resident_tokens(policy: SeKV, prompt: int, geometry: Geometry) -> int:
@@ -248,14 +264,14 @@ def resident_tokens(policy: SeKV, prompt: int, geometry: Geometry) -> int:
 
 
 def test_a_zoom_that_would_hold_no_span_is_room_for_tokens_that_stay():
-    geometry = Geometry(4, 2, 1, 1024)
-    # 0.4 * 120 and spans of 2000 / 36 tokens; 0.4 * 140 and 2000 / 42
-    for budget, zoom in ((120, 0), (140, 56)):
+    geometry = Geometry(4, 2, 1, 2 * 8192)
+    # 0.4 * 120 and spans of 2000 / 35 tokens; 0.4 * 140 and 2000 / 41
+    for budget, zoom in ((120, 0), (140, 55)):
         policy = SeKV(budget=budget)
         assert zoom <= policy.zoom_tokens(2000, geometry) < zoom + max(4 * zoom, 1)
         resident = resident_tokens(policy, 2000, geometry)
         spans = int(0.3 * budget)
-        assert budget - 4 < resident + spans + zoom <= budget
+        assert budget - 8 < resident + spans + zoom <= budget
     assert SeKV(budget=140, zoom_share=0).zoom_tokens(2000, geometry) == 0
 
 
@@ -263,6 +279,28 @@ def test_prompts_within_the_budget_stay_whole():
     geometry = Geometry(32, 2, 1, 1024)
     assert SeKV(budget=500).plan(Lengths(500), geometry).is_static
     assert not SeKV(budget=500).plan(Lengths(900), geometry).is_static
+
+
+@pytest.mark.parametrize("rank", [1, 4, HEAD_DIM])
+def test_the_host_holds_no_more_than_planned_and_than_the_tokens(rank):
+    engine = ZoomingEngine(POLICY | {"rank": rank, "least_span": 12, "budget": 110})
+    engine.add("a", 150, 3)
+    engine.step({"a": 150})
+    state, geometry = engine.spans._requests["a"], engine.runtime.geometry
+    stored = [layer.factors.result() for layer in state.layers]
+    num_bytes = sum(each.nbytes for each in stored)
+    index = sum(
+        tensor.nbytes
+        for each in stored
+        for tensor in (each.offsets, each.ranks, each.tokens)
+    )
+    tokens = state.segments.positions.numel() * geometry.kv_bytes_per_token
+    assert num_bytes <= tokens
+    assert (num_bytes == tokens) == (rank == HEAD_DIM)
+    spans = engine.spans.policy
+    assert num_bytes + index <= spans.host_bytes(150, geometry)
+    large = Geometry(32, 30, 3, 30 * 3 * 2 * 64 * 4, 64, 4)
+    assert spans.host_bytes(4096, large) < 1.4 * 4096 * large.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("budget", [1, 5, 33])

@@ -209,7 +209,12 @@ def _checked_geometry(model: str, settings: TrainSettings) -> Geometry:
     refuse(f"no router can be trained for {model}", reasons)
     shape = config.cache_shape()
     return Geometry(
-        _BLOCK_SIZE, shape.num_layers, shape.num_kv_heads, shape.bytes_per_token(2)
+        _BLOCK_SIZE,
+        shape.num_layers,
+        shape.num_kv_heads,
+        shape.bytes_per_token(2),
+        shape.head_dim,
+        2,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from vllm_kvplugins.ops import checks
 from vllm_kvplugins.ops.dispatch import call_compiled
 from vllm_kvplugins.ops.extension import compiled_for
-from vllm_kvplugins.ops.svd import LowRank, check_placement, pack_record
+from vllm_kvplugins.ops.svd import ROWS, LowRank, check_placement, pack_record
 
 _OP = "keep_components"
 
@@ -23,12 +23,12 @@ def keep_components(low_rank: LowRank, gates: torch.Tensor, min_gate: float) -> 
 
     SeKV, equations 7 and 8 at deployment: each singular value is multiplied by its
     gate, and "components with negligible gates are dropped". The remaining components
-    keep their order and need not be the first ones. Does not modify its arguments.
+    keep their order and need not be the first ones. Rows are copied; they have no
+    gates. Does not modify its arguments.
 
     Args:
         low_rank: what ``truncated_svd`` returned.
-        gates: float32 [sum of ranks] in [0, 1], one per singular value, matrix by
-            matrix.
+        gates: float32 [n] in [0, 1], one per singular value, matrix by matrix.
         min_gate: components with a smaller gate are dropped; 0 to 1, 0 keeps all.
 
     Returns:
@@ -66,7 +66,12 @@ def _in_torch(
     dtype = low_rank.factors.dtype
     packed = [torch.empty(0, dtype=dtype)]
     ranks = torch.zeros_like(low_rank.ranks)
-    for matrix, gate in enumerate(gates.split(low_rank.ranks.tolist())):
+    for matrix, gate in enumerate(gates.split(low_rank.ranks.clamp(min=0).tolist())):
+        if int(low_rank.ranks[matrix]) == ROWS:
+            ranks[matrix] = ROWS
+            start, end = low_rank.offsets[matrix : matrix + 2].tolist()
+            packed.append(low_rank.factors[start:end])
+            continue
         kept = gate >= torch.tensor(min_gate, dtype=torch.float32)
         ranks[matrix] = kept.sum()
         sigma = low_rank.singular_values(matrix) * gate
@@ -80,7 +85,8 @@ def _check(low_rank: LowRank, gates: torch.Tensor, min_gate: float) -> None:
     """The checks of csrc/components.cpp."""
     if not 0 <= min_gate <= 1:
         checks.fail(_OP, f"min_gate must be 0 to 1, got {min_gate}")
-    checks.check_vector(_OP, "gates", gates, int(low_rank.ranks.sum()), torch.float32)
+    components = int(low_rank.ranks.clamp(min=0).sum())
+    checks.check_vector(_OP, "gates", gates, components, torch.float32)
     wrong = (~((gates >= 0) & (gates <= 1))).nonzero()
     if len(wrong):
         i = int(wrong[0])

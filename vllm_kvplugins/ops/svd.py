@@ -7,6 +7,7 @@ in torch otherwise; ``KVP_OPS`` overrides this. Decompositions run on the CPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -15,6 +16,9 @@ import torch
 from vllm_kvplugins.ops import checks
 from vllm_kvplugins.ops.dispatch import call_compiled
 from vllm_kvplugins.ops.extension import compiled_for
+
+# The rank of a record that holds the rows of its matrix.
+ROWS = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +29,8 @@ class LowRank:
     elements each in bfloat16 records), U [tokens, rank], V^T [rank, head_dim], and in
     bfloat16 records a padding element if the number is odd. A float32 record has the
     ``rank * (tokens + head_dim + 1)`` elements of SeKV's equation 18; a bfloat16 record
-    has up to ``rank + 1`` more.
+    has up to ``rank + 1`` more. A record with the rank ``ROWS`` holds the rows of its
+    matrix instead, exactly.
 
     To move the records, for example to an arena or a GPU, replace ``factors``. bfloat16
     factors must begin at an even element of their storage. The other tensors stay on
@@ -34,7 +39,7 @@ class LowRank:
     Args:
         factors: float32 or bfloat16 [elements], all records.
         offsets: int64 [matrices + 1], the begin of each record, and the end.
-        ranks: int64 [matrices].
+        ranks: int64 [matrices]; ``ROWS`` where the record holds rows.
         tokens: int64 [matrices], rows of each matrix.
         head_dim: columns of every matrix.
     """
@@ -53,22 +58,34 @@ class LowRank:
         """Bytes of the records, without the index tensors."""
         return int(self.factors.numel() * self.factors.itemsize)
 
+    def rows(self, matrix: int) -> torch.Tensor:
+        """[tokens, head_dim], a view; only of records with the rank ``ROWS``."""
+        assert int(self.ranks[matrix]) == ROWS, "the record holds factors"
+        start, tokens = int(self.offsets[matrix]), int(self.tokens[matrix])
+        end = start + tokens * self.head_dim
+        return self.factors[start:end].view(tokens, self.head_dim)
+
+    def _rank(self, matrix: int) -> int:
+        rank = int(self.ranks[matrix])
+        assert rank != ROWS, "the record holds rows"
+        return rank
+
     def singular_values(self, matrix: int) -> torch.Tensor:
         """float32 [rank], a view that may be written to. Descending, unless gates have
         been multiplied into them."""
-        rank, start = int(self.ranks[matrix]), int(self.offsets[matrix])
+        rank, start = self._rank(matrix), int(self.offsets[matrix])
         wide = 4 // self.factors.itemsize
         return self.factors[start : start + rank * wide].view(torch.float32)
 
     def left(self, matrix: int) -> torch.Tensor:
         """U, [tokens, rank] with orthonormal columns, a view."""
-        rank, tokens = int(self.ranks[matrix]), int(self.tokens[matrix])
+        rank, tokens = self._rank(matrix), int(self.tokens[matrix])
         start = int(self.offsets[matrix]) + rank * (4 // self.factors.itemsize)
         return self.factors[start : start + tokens * rank].view(tokens, rank)
 
     def right(self, matrix: int) -> torch.Tensor:
         """V, [head_dim, rank] with orthonormal columns, a view."""
-        rank, tokens = int(self.ranks[matrix]), int(self.tokens[matrix])
+        rank, tokens = self._rank(matrix), int(self.tokens[matrix])
         start = int(self.offsets[matrix]) + rank * (4 // self.factors.itemsize)
         start += tokens * rank
         end = start + rank * self.head_dim
@@ -82,6 +99,7 @@ def truncated_svd(
     max_rank: int = 32,
     energy: float = 1.0,
     dtype: torch.dtype | None = None,
+    rows_if_smaller: bool = False,
 ) -> LowRank:
     """The largest singular values of every span of every plane, and their vectors.
 
@@ -106,6 +124,8 @@ def truncated_svd(
         energy: in (0, 1]; the rank is the smallest that keeps this share of the
             squared Frobenius norm. 1 keeps all up to ``max_rank``.
         dtype: dtype of U and V, float32 or bfloat16; by default that of ``rows``.
+        rows_if_smaller: store the rows of spans whose factors of the largest possible
+            rank take no fewer elements. Nothing is decomposed there, and nothing lost.
 
     Returns:
         The factors, by matrix. In float32 the columns are orthonormal to ``1e-4`` for
@@ -132,11 +152,12 @@ def truncated_svd(
             max_rank,
             energy,
             dtype == torch.bfloat16,
+            rows_if_smaller,
         )
     else:
         _check_spans(rows, starts, lengths, max_rank, energy)
         factors, offsets, ranks = _svd_in_torch(
-            rows, starts, lengths, max_rank, energy, dtype
+            rows, starts, lengths, max_rank, energy, dtype, rows_if_smaller
         )
     return LowRank(
         factors, offsets, ranks, lengths.repeat(len(rows)), int(rows.shape[2])
@@ -188,6 +209,8 @@ def reconstruct(
 
 
 def _rows(low_rank: LowRank, matrix: int) -> torch.Tensor:
+    if int(low_rank.ranks[matrix]) == ROWS:
+        return low_rank.rows(matrix)
     scaled = low_rank.left(matrix).float() * low_rank.singular_values(matrix)
     return scaled @ low_rank.right(matrix).float().t()
 
@@ -199,6 +222,7 @@ def _svd_in_torch(
     max_rank: int,
     energy: float,
     dtype: torch.dtype,
+    rows_if_smaller: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Decomposes spans of equal length together."""
     planes, _, head_dim = rows.shape
@@ -211,6 +235,15 @@ def _svd_in_torch(
         if not wide.isfinite().all():
             plane, span = (~wide.isfinite()).nonzero()[0, :2].tolist()
             _refuse(int(spans[span]), plane, "holds NaN or infinities")
+        if rows_if_smaller and not _factors_are_smaller(
+            length, head_dim, max_rank, dtype
+        ):
+            for plane in range(planes):
+                for i, span in enumerate(spans.tolist()):
+                    matrix = plane * len(starts) + span
+                    ranks[matrix] = ROWS
+                    records[matrix] = _padded([rows[plane, tokens[i]].to(dtype)], dtype)
+            continue
         u, sigma, vt = torch.linalg.svd(wide, full_matrices=False)
         if length and (sigma[..., 0] > torch.finfo(torch.float32).max).any():
             large = sigma[..., 0] > torch.finfo(torch.float32).max
@@ -249,10 +282,27 @@ def pack_record(
     u: torch.Tensor, sigma: torch.Tensor, vt: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """The record of one matrix, see :class:`LowRank`."""
-    parts = [sigma.float().view(dtype), u.to(dtype).flatten(), vt.to(dtype).flatten()]
-    if sum(map(len, parts)) % (4 // dtype.itemsize):
-        parts.append(torch.zeros(1, dtype=dtype))
-    return torch.cat(parts)
+    return _padded([sigma.float().view(dtype), u.to(dtype), vt.to(dtype)], dtype)
+
+
+def _padded(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    flat = torch.cat([part.flatten() for part in parts])
+    missing = -len(flat) % (4 // dtype.itemsize)
+    return torch.cat([flat, torch.zeros(missing, dtype=dtype)])
+
+
+def _factors_are_smaller(
+    tokens: int, head_dim: int, max_rank: int, dtype: torch.dtype
+) -> bool:
+    """Whether factors of the largest possible rank take fewer elements than rows."""
+    wide = int(4 // dtype.itemsize)
+
+    def elements(count: int) -> int:
+        return -(-count // wide) * wide
+
+    rank = min(tokens, head_dim, max_rank)
+    factors = elements(rank * (wide + tokens + head_dim))
+    return factors < elements(tokens * head_dim)
 
 
 def check_placement(

@@ -21,7 +21,8 @@ class Geometry:
         kv_bytes_per_token: bytes of keys and values of one token, over all layers and
             the KV heads of all ranks.
         head_dim: elements of a key, or of a value, of one KV head. Only the sizes of
-            quantized tokens (``host_dtype``) and of codes on a device depend on it.
+            quantized tokens (``host_dtype``), of codes on a device and of spans depend
+            on it.
         element_bytes: bytes of such an element; as ``head_dim``.
     """
 
@@ -31,6 +32,21 @@ class Geometry:
     kv_bytes_per_token: int
     head_dim: int | None = None
     element_bytes: int | None = None
+
+    @property
+    def row_bytes(self) -> float:
+        """Bytes of the key and value of one token in one layer and KV head.
+
+        Without ``head_dim`` it assumes that this rank has all KV heads.
+        """
+        if self.head_dim is None or self.element_bytes is None:
+            return self.kv_bytes_per_token / (self.num_layers * self.num_kv_heads)
+        return 2.0 * self.head_dim * self.element_bytes
+
+    @property
+    def all_rows(self) -> int:
+        """Layers times KV heads, those of all ranks."""
+        return round(self.kv_bytes_per_token / self.row_bytes)
 
     @property
     def rank_share(self) -> float:

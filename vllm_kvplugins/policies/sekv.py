@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -21,9 +20,13 @@ from vllm_kvplugins.policies.span_policy import SpanPolicy
 from vllm_kvplugins.routers.files import read_router, shipped_router
 from vllm_kvplugins.routers.router import Router
 from vllm_kvplugins.spans.coarse import CoarseSpans
+from vllm_kvplugins.spans.device_memory import SpanMemory
 from vllm_kvplugins.spans.segmentation import Segments, cut_evenly, segment
 
 MEAN_KEY, SHIPPED = "mean-key", "shipped"
+_VARIANCE_BYTES = 2  # bfloat16
+# Of a span's stored keys and values: offset, rank and length, int64 each
+_INDEX_BYTES = 2 * 3 * 8
 
 
 class SeKV(SpanPolicy):
@@ -33,13 +36,15 @@ class SeKV(SpanPolicy):
     together with sinks and the newest tokens. The tokens between two anchors form a
     span. The mean key and value of a span, weighted by surprisal (equation 2),
     represent it in every softmax; the score of a mean gets log |S| added. The tokens of
-    a span move to the host as factors of rank ``rank`` (equation 6). Each step attends
+    a span move to the host, as factors of rank ``rank`` (equation 6) where these are
+    smaller than the tokens' keys and values, else as these. Each step attends
     to the means, and to the individual tokens of the best spans, within ``zoom_share``
     of the budget. Long spans are cut into equal parts (``cut_evenly``).
 
-    The budget counts what the prompt occupies on the device, per KV head: resident
-    tokens, one mean per span (as one token), and zoomed tokens. Generated tokens stay
-    resident in addition to the budget.
+    The budget is what the prompt occupies on the device: resident tokens and their
+    positions, means, zoomed tokens, and what routing and attention need with them
+    (``spans/device_memory.py``). Generated tokens stay resident in addition to the
+    budget, and so does the rest of the prompt's last block.
 
     A trained ``router`` zooms into spans whose gate (equation 5) is above the threshold
     of a query head (equation 9), best first, until the room is used up. It also decides
@@ -48,8 +53,14 @@ class SeKV(SpanPolicy):
     share a KV head, and there is no threshold. With a router, the attention to means
     and the router's shares are added; the router's shares alone find fewer pass keys.
 
+    With ``second_order``, the ranking estimates the attention to the tokens of a span,
+    which grows with the variance of their keys (:func:`mean_key_shares`). Only the
+    ranking does: the score of a mean has one bias for all query heads, so a term that
+    depends on the query does not fit into it.
+
     Differs from the paper:
 
+    - Short spans are stored exactly, because factors would be no smaller.
     - The budget determines the number of anchors, the most surprising tokens first.
     - Long spans are cut without an anchor.
     - The window is at most ``window_share`` of the budget.
@@ -57,9 +68,9 @@ class SeKV(SpanPolicy):
     - A span that is zoomed for one query head is zoomed for all query heads of its KV
       head, because they share pages.
 
-    Cost: the model's output layer for every token of the prompt. A decomposition of
-    each span per layer and KV head, in parallel with the model. Per step and layer,
-    attention to the means, and reconstruction of newly zoomed spans.
+    Cost: the model's output layer for every token of the prompt. A copy or a
+    decomposition of each span per layer and KV head, in parallel with the model. Per
+    step and layer, attention to the means, and reconstruction of newly zoomed spans.
     """
 
     name: ClassVar[str] = "sekv"
@@ -69,8 +80,9 @@ class SeKV(SpanPolicy):
 
     budget: Annotated[Budget, BeforeValidator(Budget.parse)] = Field(
         default=Budget(fraction=0.1),
-        description="Tokens of the prompt on the device, per KV head: a number of "
-        'tokens (512), a share of the prompt (0.1), or bytes per request ("64MiB").',
+        description="Device memory of the prompt, means, zoomed tokens and tables "
+        "included: as much as a number of tokens takes (512), or a share of the prompt "
+        '(0.1), or bytes per request ("64MiB").',
     )
     sinks: int = Field(default=4, ge=0, description="First tokens; always resident.")
     local_window: int = Field(
@@ -114,7 +126,18 @@ class SeKV(SpanPolicy):
         description="Minimum length of a span (L_min). Shorter runs stay resident if "
         "there is room.",
     )
-    rank: int = Field(default=32, ge=1, description="Rank of a span's factors (R).")
+    second_order: bool = Field(
+        default=False,
+        description="Rank spans also by how much their keys vary in the direction of a "
+        "query: a span whose mean gets little attention can contain a token that gets "
+        "much. Keeps a variance per dimension and span, which the budget counts.",
+    )
+    rank: int = Field(
+        default=32,
+        ge=1,
+        description="Rank of a span's factors (R). Spans whose factors would be no "
+        "smaller than their keys and values are stored exactly.",
+    )
     router: str = Field(
         default=MEAN_KEY,
         description='What ranks spans: "mean-key" (attention to their means), '
@@ -135,10 +158,11 @@ class SeKV(SpanPolicy):
         budget = self._budget_tokens(prompt_tokens, geometry)
         if budget >= prompt_tokens:
             return ResidencyPlan(size)
-        spans = self._span_room(budget, prompt_tokens, geometry)
-        reserved = self._min_zoom_tokens(budget, prompt_tokens, geometry) + spans
+        zoom = self._min_zoom_tokens(budget, prompt_tokens, geometry)
+        room = self._room_left(budget, prompt_tokens, zoom, geometry)
+        tokens = int(room / self.device_memory(geometry).token_bytes)
         # The retained region is rounded up to whole blocks within the budget.
-        resident = max(budget - reserved - size + 1, 1)
+        resident = max(tokens - size + 1, 1)
         return ResidencyPlan(size, prompt_compactions(prompt_tokens, size, resident))
 
     def _budget_tokens(self, prompt_tokens: int, geometry: Geometry) -> int:
@@ -155,13 +179,17 @@ class SeKV(SpanPolicy):
         (compaction,) = plan.compactions
         size = geometry.block_size
         resident = len(compaction.retained) * size + prompt_tokens % size
-        spans = self._span_room(budget, prompt_tokens, geometry)
-        return max(budget - resident - spans, 0)
+        memory = self.device_memory(geometry)
+        room = self._room_left(budget, prompt_tokens, 0, geometry)
+        room -= resident * memory.token_bytes
+        return max(int(room / memory.entry_bytes), 0)
 
     def _min_zoom_tokens(
         self, budget_tokens: int, prompt_tokens: int, geometry: Geometry
     ) -> int:
-        room = int(self.zoom_share * budget_tokens)
+        memory = self.device_memory(geometry)
+        in_bytes = self.zoom_share * budget_tokens * memory.row_bytes
+        room = int(in_bytes / memory.entry_bytes)
         spans = self._max_spans(budget_tokens, prompt_tokens, geometry)
         # If most spans do not fit, resident tokens use the memory better.
         return room if room * spans >= prompt_tokens else 0
@@ -169,36 +197,49 @@ class SeKV(SpanPolicy):
     def _max_spans(
         self, budget_tokens: int, prompt_tokens: int, geometry: Geometry
     ) -> int:
-        affordable = int(
-            self.span_share * budget_tokens / self._tokens_per_span(geometry)
-        )
+        memory = self.device_memory(geometry)
+        in_bytes = self.span_share * budget_tokens * memory.row_bytes
+        affordable = int(in_bytes / memory.span_bytes)
         return max(min(affordable, prompt_tokens // self.span_tokens), 1)
 
-    def _span_room(
-        self, budget_tokens: int, prompt_tokens: int, geometry: Geometry
-    ) -> int:
-        """Device memory of all means, in tokens."""
+    def _room_left(
+        self, budget_tokens: int, prompt_tokens: int, zoom: int, geometry: Geometry
+    ) -> float:
+        """What the spans and ``zoom`` tokens leave of the budget, in bytes per layer
+        and KV head."""
         spans = self._max_spans(budget_tokens, prompt_tokens, geometry)
-        return math.ceil(spans * self._tokens_per_span(geometry))
+        memory = self.device_memory(geometry)
+        used = memory.outside_pages(geometry.all_rows, spans, zoom)
+        total = budget_tokens * geometry.kv_bytes_per_token
+        return (total - used) / geometry.all_rows
 
-    def _tokens_per_span(self, geometry: Geometry) -> float:
-        """Device memory of a span, in tokens: one for its mean key and value, plus the
-        router's number per query head."""
-        if self.trained is None:
-            return 1.0
-        lengths = self.trained.threshold
-        num_bytes = int(lengths.numel() * lengths.itemsize)
-        return 1.0 + num_bytes / geometry.kv_bytes_per_token
+    def device_memory(self, geometry: Geometry) -> SpanMemory:
+        """With a router, routing keeps a number per span and query head; with
+        ``second_order`` a bfloat16 number per span and dimension."""
+        routing = 0.0
+        if self.trained is not None:
+            routing += self.trained.threshold.nbytes / geometry.all_rows
+        if self.second_order:
+            assert geometry.head_dim is not None
+            routing += _VARIANCE_BYTES * geometry.head_dim
+        return SpanMemory(geometry.row_bytes, routing)
+
+    @property
+    def uses_key_variance(self) -> bool:
+        return self.second_order
 
     @property
     def host_memory_bytes(self) -> int | None:
         return self.host_memory
 
     def host_bytes(self, tokens: int, geometry: Geometry) -> int:
-        # The host stores whole tokens until they are decomposed. Factors of short spans
-        # are larger than their tokens (equation 18).
-        per_token = 1 + self.rank / self.least_span
-        return int(tokens * geometry.kv_bytes_per_token * (1 + per_token))
+        # Spans are stored as rows, or as factors that are smaller. One layer after the
+        # other is decomposed; its tokens are then on the host three times.
+        spans = tokens // self.span_tokens + 1
+        rows = tokens * geometry.kv_bytes_per_token * (1 + 2 / geometry.num_layers)
+        # Their mean keys in float32, until they are decomposed; at most this.
+        means = spans * geometry.kv_bytes_per_token
+        return int(rows + means + spans * geometry.all_rows * _INDEX_BYTES)
 
     @property
     def max_rank(self) -> int:
@@ -266,9 +307,9 @@ class SeKV(SpanPolicy):
     def model_post_init(self, context: Any) -> None:
         _ = self.trained  # Refuse a bad file at start-up, not at its first use.
 
-    def summarize(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+    def summarize(self, layer: int, keys: torch.Tensor) -> torch.Tensor | None:
         router = self._trained_on(keys.device)
-        return keys if router is None else router.per_length(keys, layer)
+        return None if router is None else router.per_length(keys, layer)
 
     def component_gates(
         self, layer: int, factors: LowRank, spans: CoarseSpans
@@ -331,7 +372,11 @@ class SeKV(SpanPolicy):
 def mean_key_shares(
     queries: torch.Tensor, spans: CoarseSpans, scale: float
 ) -> torch.Tensor:
-    """Attention to each mean as a share of the attention to all means.
+    """Attention to each span as a share of the attention to all spans, by its mean.
+
+    Normally distributed keys with mean mu and variance Sigma get the attention of
+    ``|S| exp(s q.mu + s^2 q^T Sigma q / 2)``; s is the scale. The second term needs
+    ``spans.key_variance``, the diagonal of Sigma.
 
     Args:
         queries: [num_kv_heads, group, head_dim], of one token.
@@ -339,7 +384,10 @@ def mean_key_shares(
     Returns:
         float32 [num_kv_heads, spans], summed over the query heads of the group.
     """
-    scores = queries.float() @ spans.keys.mT * scale + spans.log_sizes
+    asked = queries.float() * scale
+    scores = asked @ spans.keys.float().mT + spans.log_sizes
+    if spans.key_variance is not None:
+        scores += 0.5 * asked.square() @ spans.key_variance.float().mT
     return scores.softmax(-1).sum(1)
 
 
@@ -365,6 +413,7 @@ def zoom_gates(
         float32 [num_kv_heads, spans], summed over query heads; ``-inf`` where no head's
         gate is above its threshold (equation 9).
     """
+    assert spans.summary is not None, "a router summarizes spans"
     logits = router.logits_of_means(
         queries, spans.keys, spans.summary, spans.log_sizes, layer
     )

@@ -5,8 +5,8 @@ Entries that a query attends to, per layer and KV head::
     [ sinks, anchors, window ] [ a mean per span ] [ tokens of zoomed spans ] [ tail ]
       pages of the request       entries outside the pages, in the same softmax
 
-All other tokens are in host memory as low-rank factors. Zoomed spans are reconstructed
-from them.
+All other tokens are in host memory, as low-rank factors where these are smaller than
+the tokens. Zoomed spans are reconstructed from them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vllm_kvplugins.ops.svd import LowRank, truncated_svd
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.base import KVCachePolicy, LayerView
 from vllm_kvplugins.spans.coarse import CoarseSpans
+from vllm_kvplugins.spans.device_memory import SpanMemory
 from vllm_kvplugins.spans.segmentation import Segments
 
 
@@ -64,20 +65,33 @@ class SpanPolicy(KVCachePolicy):
         """Maximum number of zoomed tokens per KV head."""
 
     @property
+    def uses_key_variance(self) -> bool:
+        """Whether ``gates`` reads ``CoarseSpans.key_variance``; then ``device_memory``
+        must count it."""
+        return False
+
+    def device_memory(self, geometry: Geometry) -> SpanMemory:
+        """Sizes on the device, with which the engine accounts for spans."""
+        return SpanMemory(geometry.row_bytes)
+
+    @property
     @abstractmethod
     def max_rank(self) -> int:
         """Largest rank of a span's factors."""
 
-    def summarize(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+    def summarize(self, layer: int, keys: torch.Tensor) -> torch.Tensor | None:
         """Features of spans for ``gates``; computed once, when spans are created.
+
+        ``device_memory`` must count them.
 
         Args:
             keys: float32 [num_kv_heads, spans, head_dim], weighted means.
 
         Returns:
-            A tensor, stored as ``CoarseSpans.summary``.
+            A tensor, stored as ``CoarseSpans.summary``. None: ``gates`` needs no more
+            than the mean keys.
         """
-        return keys
+        return None
 
     def component_gates(
         self, layer: int, factors: LowRank, spans: CoarseSpans
@@ -89,7 +103,7 @@ class SpanPolicy(KVCachePolicy):
         Args:
             factors: factors of the keys of all spans, one KV head after the other, then
                 of all values.
-            spans: the spans.
+            spans: the spans, without a summary.
 
         Returns:
             float32 in [0, 1], one weight per singular value, one matrix after the
@@ -110,14 +124,18 @@ class SpanPolicy(KVCachePolicy):
     ) -> LowRank:
         """Decompose the spans of a layer (SeKV, equations 6 to 8).
 
-        Drops components whose weight is below ``min_gate``.
+        Drops components whose weight is below ``min_gate``. Keeps the rows of spans
+        whose factors would be no smaller.
 
         Args:
             keys, values: [num_kv_heads, tokens, head_dim], one span after the other.
+            spans: the spans, without a summary.
         """
         starts = spans.sizes.cumsum(0) - spans.sizes
         rows = torch.cat([keys, values])
-        factors = truncated_svd(rows, starts, spans.sizes, self.max_rank)
+        factors = truncated_svd(
+            rows, starts, spans.sizes, self.max_rank, rows_if_smaller=True
+        )
         gates = self.component_gates(layer, factors, spans)
         if gates is None:
             return factors

@@ -151,7 +151,7 @@ class Router:
 
         Args:
             queries: [num_kv_heads, group, head_dim], after RoPE.
-            keys: float32 [num_kv_heads, spans, head_dim], weighted mean keys.
+            keys: [num_kv_heads, spans, head_dim], weighted mean keys.
             per_length: from :meth:`per_length`.
             log_sizes: float32 [spans].
 
@@ -160,7 +160,11 @@ class Router:
         """
         weight = self.projection[layer].unflatten(0, queries.shape[:2])
         folded = queries.float()[:, :, None] @ weight.mT @ weight
-        scores = folded[:, :, 0] @ keys.mT * per_length.unflatten(0, queries.shape[:2])
+        scores = (
+            folded[:, :, 0]
+            @ keys.float().mT
+            * per_length.unflatten(0, queries.shape[:2])
+        )
         return scores / self.routing_dim**0.5 + log_sizes
 
     # -- ranks --------------------------------------------------------------------

@@ -12,7 +12,7 @@ from vllm_kvplugins.ops.svd import reconstruct, truncated_svd
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.policies.sekv import SeKV
 from vllm_kvplugins.routers.router import spectra
-from vllm_kvplugins.spans.coarse import CoarseSpans
+from vllm_kvplugins.spans.coarse import weighted_means
 from vllm_kvplugins.spans.segmentation import Segments
 from vllm_kvplugins.training.teacher import Reading
 
@@ -138,8 +138,7 @@ def make_example(
     for query, key, value in layers:
         masses.append(span_mass(query, key, segments, prefix, reading.scale))
         rows = torch.stack([key, value])[:, :, segments.positions]
-        coarse = CoarseSpans.of(rows[0], rows[1], segments, torch.clone)
-        means.append(torch.stack([coarse.keys, coarse.values]))
+        means.append(torch.stack([weighted_means(part, segments) for part in rows]))
         spectrum, rebuilt = _factored(rows, segments, cut.max_rank)
         spectra_of_layers.append(spectrum)
         reconstructed.append(rebuilt)

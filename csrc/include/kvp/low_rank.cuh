@@ -22,6 +22,7 @@ constexpr int kComponents = 32;
 constexpr int kTokensPerWarp = kRowTileTokens / (kThreads / 32);
 
 // A tile of tokens of a matrix, and where the parts of its record begin, in elements.
+// Where the record holds rows, only left is used.
 struct RowTile {
   std::int64_t sigma, left, right;  // left: of the first token of the tile
   std::int64_t rank, tokens;  // tokens: at most kRowTileTokens
@@ -34,9 +35,14 @@ void list_rows(const svd::Record<Factor>& shape, std::int64_t begin,
                std::int64_t first_row, std::vector<RowTile>& list) {
   for (std::int64_t t = 0; t < shape.tokens; t += kRowTileTokens) {
     const std::int64_t left = shape.tokens - t;
+    const std::int64_t tokens = left < kRowTileTokens ? left : kRowTileTokens;
+    if (shape.holds_rows()) {
+      list.push_back(
+          {0, begin + t * shape.head_dim, 0, shape.rank, tokens, first_row + t});
+      continue;
+    }
     list.push_back({begin, begin + shape.left() + t * shape.rank, begin + shape.right(),
-                    shape.rank, left < kRowTileTokens ? left : kRowTileTokens,
-                    first_row + t});
+                    shape.rank, tokens, first_row + t});
   }
 }
 
@@ -97,7 +103,11 @@ __global__ void make_rows(const Factor* factors, const RowTile* list, std::int64
       for (int half = 0; half < 2; ++half) {
         const std::int64_t d = first_dim + lane + 32 * half;
         if (token >= rows.tokens || d >= head_dim) continue;
-        store_element(sums[t][half], out + (rows.first_row + token) * head_dim + d);
+        const float value =
+            rows.rank == svd::kRows
+                ? element_to_float(factors[rows.left + token * head_dim + d])
+                : sums[t][half];
+        store_element(value, out + (rows.first_row + token) * head_dim + d);
       }
     }
   }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "kvp/factor_record.hpp"
@@ -18,10 +19,14 @@ namespace kvp::svd {
 inline bool is_kept(float gate, float min_gate) { return gate >= min_gate; }
 
 // Writes a record of the kept components in their order, each singular value multiplied by
-// its gate (SeKV, equation 8). `out` has room for this record.
+// its gate (SeKV, equation 8). Rows are copied. `out` has room for this record.
 template <typename Factor>
 void keep_components(const Record<Factor>& shape, const Factor* record,
                      const float* gates, float min_gate, Factor* out) {
+  if (shape.holds_rows()) {
+    std::copy(record, record + shape.elements(), out);
+    return;
+  }
   Record<Factor> kept{shape.tokens, shape.head_dim, 0};
   for (Index k = 0; k < shape.rank; ++k) kept.rank += is_kept(gates[k], min_gate);
   kept.clear_padding(out);
@@ -64,6 +69,16 @@ struct Workspace {
   }
 };
 
+// Copies a row of either dtype to either dtype.
+template <typename From, typename To>
+void copy_row(const From* from, Index head_dim, To* to) {
+  if constexpr (std::is_same_v<From, To>) {
+    std::copy(from, from + head_dim, to);
+  } else {
+    for (Index d = 0; d < head_dim; ++d) to[d] = narrow(to_float(from[d]), to);
+  }
+}
+
 // A record as float32: U and diag(sigma) V^T. A cache line of unspecified values
 // follows each of them, because vectors may reach past the last column.
 template <typename Factor>
@@ -88,12 +103,18 @@ struct WideFactors {
   }
 };
 
-// Writes row t of U diag(sigma) V^T to to + place(t), for all tokens.
+// Writes row t of U diag(sigma) V^T to to + place(t), for all tokens. Rows are copied.
 //
 // Cost: 2 * tokens * rank * head_dim floating-point operations (equation 22).
 template <typename Element, typename Factor, typename Place>
 void make_rows(const Kernels& kernels, const Record<Factor>& shape,
                const Factor* record, Element* to, const Place& place, Workspace& work) {
+  if (shape.holds_rows()) {
+    for (Index t = 0; t < shape.tokens; ++t) {
+      copy_row(record + t * shape.head_dim, shape.head_dim, to + place(t));
+    }
+    return;
+  }
   Index* places = Workspace::at_least(work.places, shape.tokens);
   for (Index t = 0; t < shape.tokens; ++t) places[t] = place(t);
   work.strips.clear();

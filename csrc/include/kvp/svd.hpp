@@ -256,6 +256,21 @@ inline Index kept_rank(const double* values, Index count, double total,
   return rank;
 }
 
+// Stores the rows of a matrix as a record.
+template <typename Element, typename Factor>
+void store_rows(const Matrix<Element>& matrix, Factor* record, Fault& fault) {
+  fault = Fault::kNone;
+  const Record<Factor> shape{matrix.tokens, matrix.head_dim, kRows};
+  for (Index t = 0; t < matrix.tokens; ++t) {
+    const Element* row = matrix.rows + t * matrix.row_stride;
+    for (Index d = 0; d < matrix.head_dim; ++d) {
+      if (!std::isfinite(to_float(row[d]))) fault = Fault::kNotFinite;
+    }
+    copy_row(row, matrix.head_dim, record + t * matrix.head_dim);
+  }
+  shape.clear_padding(record);
+}
+
 // Rows of the longer side that are processed at a time.
 constexpr Index kRowsAtOnce = 64;
 

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +41,11 @@ from vllm_kvplugins.ops.zoom import zoom_spans
 from vllm_kvplugins.ops.zoom_transfer import fetch_spans
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
-from vllm_kvplugins.spans.coarse import CoarseSpans
+from vllm_kvplugins.spans.coarse import (
+    CoarseSpans,
+    weighted_means,
+    weighted_variance,
+)
 from vllm_kvplugins.spans.segmentation import Segments
 
 if TYPE_CHECKING:
@@ -128,22 +130,24 @@ class SpanController(StepExtension):
         self, request_id: str, owned: PageList, segments: Segments
     ) -> None:
         room = self.policy.zoom_tokens(segments.resident.numel(), self._geometry)
-        heads = self._heap.num_kv_heads
+        heads, device = self._heap.num_kv_heads, self._heap.pages.device
         first = self._arena.take(heads * (segments.num_spans + room))
-        state = self._requests[request_id] = RequestSpans(segments, room, first)
+        log_sizes = moved(segments.sizes.float().log(), device)
+        state = RequestSpans(segments, room, first, log_sizes)
+        self._requests[request_id] = state
         for layer, entries in enumerate(self._arena.layers):
             keys, values = self._read_tokens(layer, owned, segments.positions)
-            spans = CoarseSpans.of(
-                keys, values, segments, partial(self.policy.summarize, layer)
+            means = weighted_means(keys, segments)
+            on_host = [AsyncHostCopy(rows) for rows in (keys, values, means)]
+            factors = self._helper.submit(
+                self._decompose, layer, on_host, segments.sizes
             )
-            on_host = (
-                AsyncHostCopy(keys),
-                AsyncHostCopy(values),
-                AsyncHostCopy(spans.keys),
-            )
-            factors = self._helper.submit(self._decompose, layer, on_host, spans)
-            state.put_means(entries, spans)
-            state.layers.append(LayerSpans(spans, factors))
+            state.put_means(entries, means, weighted_means(values, segments))
+            variance = None
+            if self.policy.uses_key_variance:
+                variance = weighted_variance(keys, means, segments)
+            summary = self.policy.summarize(layer, means)
+            state.layers.append(LayerSpans(summary, variance, factors))
 
     def _read_tokens(
         self, layer: int, owned: PageList, positions: torch.Tensor
@@ -163,13 +167,11 @@ class SpanController(StepExtension):
     def _decompose(
         self,
         layer: int,
-        on_host: tuple[AsyncHostCopy, AsyncHostCopy, AsyncHostCopy],
-        spans: CoarseSpans,
+        on_host: Sequence[AsyncHostCopy],
+        sizes: torch.Tensor,
     ) -> LowRank:
         keys, values, means = (copy.wait() for copy in on_host)
-        if means is not spans.keys:
-            log_sizes = spans.sizes.float().log()
-            spans = replace(spans, keys=means, log_sizes=log_sizes)
+        spans = CoarseSpans(means, sizes.float().log(), sizes)
         return self.policy.decompose(layer, keys, values, spans)
 
     # -- steps --------------------------------------------------------------------
@@ -252,10 +254,11 @@ class SpanController(StepExtension):
             spans = state.layers[layer]
             ready = self._factors(layer, name, spans) if state.room else _NO_FACTORS
             if ready is _NO_FACTORS:
-                shape = spans.spans.keys.shape[:2]
-                gates.append(spans.spans.keys.new_full(shape, -torch.inf))
+                shape = heads, state.segments.num_spans
+                gates.append(state.log_sizes.new_full(shape, -torch.inf))
             else:
-                gates.append(self.policy.gates(layer, query, spans.spans, scale))
+                coarse = state.coarse(layer, self._arena.layers[layer], heads)
+                gates.append(self.policy.gates(layer, query, coarse, scale))
             factors.append(ready)
         if all(ready is _NO_FACTORS for ready in factors):
             return
@@ -318,23 +321,24 @@ class SpanController(StepExtension):
             ]
 
     def device_bytes(self, request_id: str) -> int:
-        """Bytes of a request's entries and of the float32 means, in all layers."""
+        """Bytes of a request's entries and of what routing needs, in all layers."""
         state = self._requests.get(request_id)
         if state is None:
             return 0
-        means = sum(layer.spans.num_bytes for layer in state.layers)
-        return self._arena.num_bytes(self._run(state)[1]) + means
+        memory = self.policy.device_memory(self._geometry)
+        spans, room = state.segments.num_spans, state.room
+        return memory.outside_pages(self._heap.rows, spans, room)
 
     @property
     def allocated_device_bytes(self) -> int:
-        """Bytes of all entries, float32 means and waiting hidden states."""
-        means = sum(
-            layer.spans.num_bytes
+        """Bytes of all entries, of what routing needs, and of waiting hidden states."""
+        routing = sum(
+            tensor.nbytes
             for state in self._requests.values()
-            for layer in state.layers
+            for tensor in state.routing_tensors
         )
         waiting = self._surprisals.waiting_bytes
-        return self._arena.allocated_device_bytes + means + waiting
+        return int(self._arena.allocated_device_bytes + routing + waiting)
 
     def _run(self, state: RequestSpans) -> tuple[int, int]:
         """First entry and number of entries of a request."""

@@ -72,10 +72,6 @@ class EntryArena:
         """Entries per layer, allocated or free."""
         return int(self._bias.shape[1])
 
-    def num_bytes(self, count: int) -> int:
-        """Bytes of the keys and values of ``count`` entries, in all layers."""
-        return int(2 * count * self._num_layers * self._head_dim * self._dtype.itemsize)
-
     @property
     def allocated_device_bytes(self) -> int:
         """Bytes of all tensors on the device of attention, in use or not."""

@@ -21,12 +21,14 @@ class LayerSpans:
     """One layer of a request.
 
     Attributes:
-        spans: the means of its spans.
+        summary: routing features of its spans, if the policy computes some.
+        key_variance: variance of its spans' keys, if the policy reads it.
         factors: the low-rank factors of all spans' keys, one KV head after the other,
             then of all values. None if they failed: the layer cannot zoom.
     """
 
-    spans: CoarseSpans
+    summary: torch.Tensor | None
+    key_variance: torch.Tensor | None
     factors: Future[LowRank] | None
 
 
@@ -38,12 +40,14 @@ class RequestSpans:
         room: maximum number of zoomed tokens per KV head.
         first: its first entry, in every layer. Each KV head has ``num_spans + room``
             entries, one head after the other.
+        log_sizes: float32 [spans], logarithms of the span lengths, on the device.
         layers: one per layer.
     """
 
     segments: Segments
     room: int
     first: int
+    log_sizes: torch.Tensor
     layers: list[LayerSpans] = field(default_factory=list)
 
     @property
@@ -51,16 +55,47 @@ class RequestSpans:
         """Entries for means and for zoomed tokens."""
         return self.segments.num_spans + self.room
 
-    def put_means(self, entries: ZoomEntries, spans: CoarseSpans) -> None:
-        """Write the means of all spans of a layer, and switch them on."""
-        heads, count, _ = spans.keys.shape
+    @property
+    def routing_tensors(self) -> list[torch.Tensor]:
+        """All tensors on the device except entries."""
+        tensors = [self.log_sizes]
+        for layer in self.layers:
+            own = layer.summary, layer.key_variance
+            tensors += [each for each in own if each is not None]
+        return tensors
+
+    def put_means(
+        self, entries: ZoomEntries, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Write the means of all spans of a layer, and switch them on.
+
+        Args:
+            keys, values: float32 [num_kv_heads, spans, head_dim].
+        """
+        heads, count, _ = keys.shape
         head = torch.arange(heads)[:, None]
         place = self.first + head * self.entries_per_head + torch.arange(count)
-        entries.bias[place] = spans.sizes.float().log()
-        place = moved(place, spans.keys.device)
-        entries.keys[place] = spans.keys.to(entries.keys.dtype)
-        entries.values[place] = spans.values.to(entries.values.dtype)
-        entries.attended_bias[place] = spans.log_sizes
+        entries.bias[place] = self.segments.sizes.float().log()
+        place = moved(place, keys.device)
+        entries.keys[place] = keys.to(entries.keys.dtype)
+        entries.values[place] = values.to(entries.values.dtype)
+        entries.attended_bias[place] = self.log_sizes
+
+    def coarse(self, layer: int, entries: ZoomEntries, heads: int) -> CoarseSpans:
+        """The spans of a layer. The mean keys are a view of the entries.
+
+        Attention reads the same keys, so routing needs no copy of them.
+        """
+        run = entries.keys[self.first : self.first + heads * self.entries_per_head]
+        keys = run.view(heads, self.entries_per_head, -1)
+        means, own = keys[:, : self.segments.num_spans], self.layers[layer]
+        return CoarseSpans(
+            means,
+            self.log_sizes,
+            self.segments.sizes,
+            own.summary,
+            own.key_variance,
+        )
 
     def check_integrity(self, entries: ZoomEntries, heads: int) -> None:
         """Check that each span has either its mean or its tokens as entries."""
