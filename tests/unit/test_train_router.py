@@ -204,7 +204,7 @@ def test_every_part_learns(folder, texts, tmp_path):
             folder,
             texts,
             tmp_path / "out",
-            *("--steps", "40", "--lengths", "600", "--examples", "1"),
+            *("--steps", "60", "--lengths", "600", "--examples", "1"),
             budget_weight=0.5,
             rank_weight=0.1,
         )
