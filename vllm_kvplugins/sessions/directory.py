@@ -672,8 +672,9 @@ class SessionDirectory:
         assert fitting == indexed, "indexed and known sessions differ"
         known = self._entries.items()
         in_memory = [i for i, e in known if e.memory != "absent"]
-        _check_order(self._held, in_memory)
-        _check_order(self._with_file, [i for i, e in known if e.disk != "absent"])
+        self._held.check_integrity(in_memory)
+        with_file = [i for i, e in known if e.disk != "absent"]
+        self._with_file.check_integrity(with_file)
         last_used = [e.last_used for e in self._entries.values()]
         assert last_used == sorted(last_used), "not in the order of use"
         held = [sizes[i] for i, e in self._entries.items() if e.memory != "absent"]
@@ -695,11 +696,3 @@ def _index_bytes(entry: _Entry) -> int:
     """Memory of the scheduler for a session, if it is only in a file."""
     is_only_there = entry.memory == "absent" and entry.disk != "absent"
     return index_bytes(len(entry.session.tokens)) if is_only_there else 0
-
-
-def _check_order(order: EvictionOrder, by_use: list[str]) -> None:
-    """Check that an order has these sessions, least recently used first."""
-    ended = order.superseded
-    assert sorted(order) == sorted(by_use), "sessions that can be evicted"
-    others = [session_id for session_id in by_use if session_id not in ended]
-    assert list(order)[len(ended) :] == others, "not in the order of use"

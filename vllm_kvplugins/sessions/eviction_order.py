@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 class EvictionOrder:
@@ -51,7 +51,12 @@ class EvictionOrder:
             del self._others[session_id]
             self._superseded[session_id] = None
 
-    @property
-    def superseded(self) -> set[str]:
-        """IDs of superseded sessions."""
-        return set(self._superseded)
+    def check_integrity(self, by_use: Sequence[str]) -> None:
+        """Check that it has these sessions, and the others in the order of use.
+
+        Args:
+            by_use: IDs, least recently used first.
+        """
+        assert sorted(self) == sorted(by_use), "sessions that can be evicted"
+        others = [each for each in by_use if each not in self._superseded]
+        assert list(self._others) == others, "not in the order of use"
