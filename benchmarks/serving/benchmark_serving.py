@@ -22,7 +22,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -643,12 +643,7 @@ def main(
             str(texts or ""),
         )
         agents = AgentLoad(
-            users,
-            turns,
-            think_s,
-            first_words,
-            next_words,
-            answer_tokens,
+            **asdict(replace(chats, texts="")),
             system_words=system_words,
             tool_calls=tool_calls,
         )
