@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from driver import Driver, make_llm
+from scenarios_sessions import Talk, directory, settle
+from scenarios_speculation import acceptance
 from texts import random_tokens
 
 # Padded to whole 64s, as vLLM does, it divides by 2 and 3.
@@ -13,20 +15,27 @@ LENGTHS = {"short": 40, "long": 192, "odd": 211}
 MAX_TOKENS = 12
 
 
+def _parallel_llm(
+    model: str, policy: dict[str, Any] | None, ranks: int, **settings: Any
+) -> Any:
+    return make_llm(
+        model,
+        policy,
+        enable_prefix_caching=False,
+        max_model_len=1024,
+        tensor_parallel_size=ranks,
+        distributed_executor_backend="mp" if ranks > 1 else None,
+        num_gpu_blocks_override=64,
+        skip_tokenizer_init=False,
+        **settings,
+    )
+
+
 def on_ranks(model: str, ranks: int, policies: list[dict[str, Any] | None]) -> Any:
     """What happened under each policy."""
     rows = []
     for policy in policies:
-        llm = make_llm(
-            model,
-            policy,
-            enable_prefix_caching=False,
-            max_model_len=1024,
-            tensor_parallel_size=ranks,
-            distributed_executor_backend="mp" if ranks > 1 else None,
-            num_gpu_blocks_override=64,
-            skip_tokenizer_init=False,
-        )
+        llm = _parallel_llm(model, policy, ranks)
         driver = Driver(llm)
         prompts = {
             name: random_tokens(seed, length, VOCABULARY)
@@ -40,5 +49,55 @@ def on_ranks(model: str, ranks: int, policies: list[dict[str, Any] | None]) -> A
             result |= {"compactions": driver.manager.compactions, "held": held}
         result["left"] = driver.total_blocks - driver.free_blocks
         rows.append(result)
+        driver.core.model_executor.shutdown()
+    return rows
+
+
+def drafted(
+    model: str, ranks: int, cases: list[tuple[dict[str, Any], dict[str, Any] | None]]
+) -> list[dict[str, Any]]:
+    """Conversations of two turns, by policy and drafter.
+
+    Args:
+        cases: policy, and vLLM's setting for a drafter or None.
+
+    Returns:
+        Per case: answers by conversation and turn; tokens of the second turn that a
+        session restored; drafts and accepted drafts, as they were after each turn;
+        compactions; requests that the ranks still know; bytes of sessions by the
+        metric and on each rank.
+    """
+    rows = []
+    for policy, drafter in cases:
+        settings = {"disable_log_stats": False} if drafter else {}
+        if drafter is not None:
+            settings["speculative_config"] = drafter
+        llm = _parallel_llm(model, policy, ranks, **settings)
+        driver = Driver(llm)
+        talks = [
+            Talk(driver, name, seed, vocabulary=VOCABULARY)
+            for seed, name in enumerate(LENGTHS)
+        ]
+        accepted = []
+        for turn in range(2):
+            for talk in talks:
+                talk.ask(60 if turn else LENGTHS[talk.name])
+            driver.run()
+            settle(driver)
+            for talk in talks:
+                talk.hear()
+            accepted.append(acceptance(llm) if drafter else {})
+        row = {
+            "answers": [talk.answers for talk in talks],
+            "restored": [driver.cached.get(f"{name}-2", 0) for name in LENGTHS],
+            "accepted": accepted,
+            "compactions": driver.manager.compactions,
+            "held": llm.collective_rpc("kv_policy_check_integrity"),
+        }
+        if policy.get("sessions", True):
+            held = llm.collective_rpc("kv_policy_held_sessions")
+            row["session_bytes"] = directory(driver).held_bytes
+            row["session_bytes_of_ranks"] = [num_bytes for _, num_bytes in held]
+        rows.append(row)
         driver.core.model_executor.shutdown()
     return rows

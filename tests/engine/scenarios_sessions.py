@@ -23,9 +23,15 @@ class Talk:
     """
 
     def __init__(
-        self, driver: Driver, name: str, seed: int, prefix: list[int] | None = None
+        self,
+        driver: Driver,
+        name: str,
+        seed: int,
+        prefix: list[int] | None = None,
+        vocabulary: int = VOCABULARY,
     ) -> None:
         self.driver, self.name, self.seed = driver, name, seed
+        self.vocabulary = vocabulary
         self.prompt: list[int] = prefix or []
         self.ends: list[int] = []
         self.turn = 0
@@ -35,7 +41,8 @@ class Talk:
     def ask(self, tokens: int) -> None:
         """Send the history and a new question of this length."""
         self.turn += 1
-        question = random_tokens(100 * self.seed + self.turn, tokens, VOCABULARY)
+        seed = 100 * self.seed + self.turn
+        question = random_tokens(seed, tokens, self.vocabulary)
         self.prompt = self.prompt + question
         self.request = f"{self.name}-{self.turn}"
         self.driver.add(self.request, self.prompt, ANSWER, turn_ends=list(self.ends))

@@ -110,7 +110,8 @@ def speculate(
 
     Returns:
         Per kind of run, tokens by request; drafts and accepted drafts; preemptions;
-        the most blocks that each request held, and the bounds of its plan.
+        the most blocks that each request held, and the bounds of its plan; names of
+        the attention backends of the drafter's layers.
     """
     sent = prompts(seed, lengths)
     settings = {"skip_tokenizer_init": False, "disable_log_stats": False} | settings
@@ -134,9 +135,17 @@ def speculate(
         "compactions": driver.manager.compactions,
         "preemptions": driver.preemptions,
         "runner": "V2" if hasattr(driver.worker.model_runner, "req_states") else "V1",
+        "draft_backends": _draft_backends(driver),
         **acceptance(llm),
         **_left_behind(driver),
     }
+
+
+def _draft_backends(driver: Driver) -> list[str]:
+    context = getattr(driver.worker, "kv_policy", None)
+    names = context.draft_layers if context else ()
+    config = driver.worker.vllm_config.compilation_config
+    return [config.static_forward_context[name].attn_backend.__name__ for name in names]
 
 
 def _add(driver: Driver, sent: dict[str, list[int]], max_tokens: int) -> None:

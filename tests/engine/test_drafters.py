@@ -195,6 +195,38 @@ def test_a_copy_keeps_the_same_tokens_on_model_runner_v2(tiny_model, name):
     assert run["compactions"] >= 4
 
 
+ON_GPU_KERNEL = ON_V2 | {
+    "environment": ON_V2["environment"]
+    | {"KVP_TEST_KERNEL": "triton", "KVP_TEST_INTERPRETER": "torch"}
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [("draft_model", "pyramidkv"), ("eagle", "flowkv"), ("eagle3", "icecache")],
+)
+def test_as_many_drafts_are_right_with_our_triton_kernel(
+    tiny_model, noisy, tmp_path, method, name
+):
+    """The kernel that GPUs use, in an interpreter; the others need a GPU.
+
+    EAGLE-3's head has other KV heads than the model.
+    """
+    model, drafts = tiny_model, noisy
+    if method != "draft_model":
+        model, drafts = write_pair(tmp_path, tiny_model, method)
+    runs = [
+        speculate(model, settings_of(name), drafts, **arguments)
+        for arguments in (ON_V2, ON_GPU_KERNEL)
+    ]
+    cpu, gpu = runs
+    assert set(cpu["draft_backends"]) == {"PagedDraftBackend"}
+    assert set(gpu["draft_backends"]) == {"TritonDraftBackend"}
+    assert gpu["together"] == cpu["together"]
+    assert gpu["accepted"] == cpu["accepted"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "snapkv", "flowkv", "sekv"])
 def test_preempted_requests_go_on_as_without_drafts(tiny_model, noisy, name):

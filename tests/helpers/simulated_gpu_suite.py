@@ -71,21 +71,27 @@ def test_what_is_on_its_way_to_the_host_is_not_there(gpu: SimulatedGPU):
         assert results.result().tolist() == [1]
 
 
+@pytest.mark.parametrize("draft_layers", [0, 2])
 @pytest.mark.parametrize("policy", policies(drop), ids=lambda p: p["name"])
-def test_eviction_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]):
+def test_eviction_on_a_gpu_is_that_on_a_cpu(
+    monkeypatch, policy: dict[str, Any], draft_layers: int
+):
+    """Without a drafter, and with the layers of one."""
     monkeypatch.setenv("KVP_OPS", "torch")
     results, waits = {}, []
     for device in (torch.device("cpu"), CUDA):
         tables = []
         with on(device) as gpu:
-            life = Life(policy, device)
+            life = Life(policy, device, draft_layers)
             while life.computed["short"] < PROMPTS["short"] + ANSWER:
                 before = len(gpu.waits) if gpu else 0
                 rows = life.rows()
                 tables += life.step(rows)
                 if gpu and all(row.new_tokens == 1 for row in rows):
                     waits += gpu.waits[before:]
-        results[device.type] = [numbers(t) for t in (*tables, life.heap.pages)]
+        heaps = [life.heap] + ([life.draft_heap] if life.draft_heap else [])
+        pages = [heap.pages for heap in heaps]
+        results[device.type] = [numbers(t) for t in (*tables, *pages)]
     for on_cpu, on_gpu in zip(results["cpu"], results["cuda"], strict=True):
         torch.testing.assert_close(on_gpu, on_cpu, rtol=0, atol=0)
     if life.runtime.policy.observation is None:

@@ -46,9 +46,15 @@ class Losses:
 
 
 class Life:
-    """Two requests under a policy, on one device."""
+    """Two requests under a policy, on one device.
 
-    def __init__(self, policy: dict[str, Any], device: torch.device) -> None:
+    Args:
+        draft_layers: of a drafter with twice the KV heads; 0: there is no drafter.
+    """
+
+    def __init__(
+        self, policy: dict[str, Any], device: torch.device, draft_layers: int = 0
+    ) -> None:
         print("seed", SEED)
         self.device = device
         rng = torch.Generator().manual_seed(SEED)
@@ -58,6 +64,13 @@ class Life:
         pages = self.here(torch.randn(shape, generator=rng))
         heap = Heap(pages, layout.to(device), LAYERS, BLOCKS, KV_HEADS)
         self.heap = heap
+        self.draft_heap: Heap | None = None
+        if draft_layers:
+            shape = (draft_layers * BLOCKS * 2 * KV_HEADS, layout.page_elems)
+            drafted = self.here(torch.randn(shape, generator=rng))
+            self.draft_heap = Heap(
+                drafted, layout.to(device), draft_layers, BLOCKS, 2 * KV_HEADS
+            )
         geometry = Geometry(BLOCK, LAYERS, KV_HEADS, 2 * LAYERS * KV_HEADS * 32)
         self.runtime = PolicyRuntime(parse_policy(policy), geometry)
         rotary = make_rotary(HEAD_DIM)
@@ -76,6 +89,7 @@ class Life:
             rotary,
             model,
             Losses(self),
+            draft_heap=self.draft_heap,
             output_weights=[lambda: weights] * LAYERS,
         )
         self.prompts = dict(PROMPTS)
@@ -130,7 +144,10 @@ class Life:
         return rows
 
     def step(self, rows: list[Row]) -> list[torch.Tensor]:
-        """Page tables and lengths of a step, followed by all due compactions."""
+        """Page tables and lengths of a step, followed by all due compactions.
+
+        With a drafter, those of its layers, too.
+        """
         first = rows[-1].first_query + rows[-1].new_tokens
         table = self.here(torch.stack([self.tables[row.request_id] for row in rows]))
         lens = self.here(torch.tensor([row.after_tokens for row in rows]).int())
@@ -149,6 +166,11 @@ class Life:
                 spans.attend(layer, queries, kv, pages, lengths, output)
                 layers.append(output)
             self.runtime.after_layer(layer, queries)
+        if self.runtime.draft_layers is not None:
+            names = [row.request_id for row in rows]
+            longest = [row.after_tokens + 2 for row in rows]
+            drafts = self.runtime.draft_layers.build(names, lens, table, longest)
+            layers += [drafts.pages, drafts.lengths]
         self.compacted = bool(self.runtime._due)
         self.runtime.end_step()
         self.runtime.check_integrity()

@@ -322,9 +322,12 @@ def test_the_scheduler_learns_the_shape_of_the_draft_layers():
 
     specs = {"model.0": spec(2, 64), "draft.0": spec(4, 32), "draft.1": spec(4, 32)}
     model = Geometry(32, 1, 2, 2 * 2 * 64 * 2, 64, 2)
-    drafts = draft_layers.geometry(["draft.0", "draft.1"], specs)
+    names = ["draft.0", "draft.1"]
+    drafts = draft_layers.geometry(names, specs, ranks=1)
     assert drafts == Geometry(32, 2, 4, 2 * 2 * 4 * 32 * 2, 32, 2)
-    assert draft_layers.geometry([], specs) is None
+    of_three_ranks = draft_layers.geometry(names, specs, ranks=3)
+    assert of_three_ranks == Geometry(32, 2, 4, 3 * 2 * 2 * 4 * 32 * 2, 32, 2)
+    assert draft_layers.geometry([], specs, ranks=1) is None
     policy = parse_policy("snapkv")
     converted = with_policy(specs["model.0"], policy, model, drafts)
     assert (converted.geometry, converted.draft_geometry) == (model, drafts)

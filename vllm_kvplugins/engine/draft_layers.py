@@ -86,6 +86,7 @@ class DraftLayers:
         request_ids: Sequence[str],
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
+        longest_lens: Sequence[int] | None = None,
     ) -> FlatTable:
         """Page table of one forward pass of the drafter.
 
@@ -94,13 +95,17 @@ class DraftLayers:
             seq_lens: [rows], logical tokens, drafts included; rows behind the requests
                 are padding.
             block_table: int32 [rows, blocks], vLLM's.
+            longest_lens: limits of ``seq_lens`` on the host, which does not know how
+                many drafts were accepted; None: the host waits for the device.
         """
         slot_indices = [0] * seq_lens.numel()
         for index, request_id in enumerate(request_ids):
             resident = self._residents.get(request_id)
             if resident is not None:
                 slot_indices[index] = resident.slot_index
-        return self.regions.tables.build(slot_indices, seq_lens, block_table)
+        return self.regions.tables.build(
+            slot_indices, seq_lens, block_table, longest_lens=longest_lens
+        )
 
     def compact(
         self, due: DueCompaction, scores: torch.Tensor, positions: torch.Tensor

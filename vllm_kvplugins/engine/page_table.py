@@ -281,6 +281,7 @@ class PageTables:
         block_table: torch.Tensor,
         known_lens: Sequence[int] | None = None,
         into: FixedTable | None = None,
+        longest_lens: Sequence[int] | None = None,
     ) -> FlatTable:
         """Page lists and lengths of one step's rows.
 
@@ -291,10 +292,11 @@ class PageTables:
                 tail block are stale and not read for compacted rows.
             known_lens: ``seq_lens`` on the host; None = not known there.
             into: table to write to; None = new tensors, as wide as needed.
+            longest_lens: limits of ``seq_lens`` on the host, where they are not known.
 
         Cost: O(scopes * rows * kv_heads * max pages) gathers, with at most
             ``SLICE_BYTES`` (or one row of one scope) of temporary memory; no host sync
-            if lengths are known.
+            if lengths or their limits are known.
         """
         rows, heads = len(slot_indices), self.num_kv_heads
         slot_index = on_device(slot_indices, self.device)
@@ -303,8 +305,9 @@ class PageTables:
         tail_block = self._tail_block[slot_index]
         tail_tokens = seq_lens.long() - tail_block * self.block_size
         lengths = counts * self.block_size + tail_tokens[:, None]
-        if known_lens is not None:
-            max_pages = self._max_pages(slot_indices, known_lens)
+        host_lens = longest_lens if known_lens is None else known_lens
+        if host_lens is not None:
+            max_pages = self._max_pages(slot_indices, host_lens)
         else:
             max_pages = -(-int(lengths.max()) // self.block_size) if rows else 0
         if into is not None:
@@ -375,7 +378,8 @@ class PageTables:
         Returns:
             int32 [scopes, rows * kv_heads], on the host.
 
-        Cost: waits for the device only if ``known_lens`` is None, as in dummy steps.
+        Cost: waits for the device only if ``known_lens`` is None, as in dummy steps and
+            for drafters.
         """
         if table.known_lens is None:
             return table.lengths.cpu()

@@ -20,8 +20,14 @@ from vllm_kvplugins.vllm_adapter.attention.flat import (
     Scope,
     flat_queries,
     in_flat_order,
+    scopes_of,
 )
-from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBackend, GPUPolicyBuilder
+from vllm_kvplugins.vllm_adapter.attention.gpu import (
+    GPUBuilder,
+    GPUDraftBuilder,
+    GPUPolicyBackend,
+    GPUPolicyBuilder,
+)
 
 
 class FlashPolicyBackend(GPUPolicyBackend, FlashAttentionBackend):
@@ -34,8 +40,19 @@ class FlashPolicyBackend(GPUPolicyBackend, FlashAttentionBackend):
         return FlashPolicyImpl
 
     @staticmethod
-    def get_builder_cls() -> type[FlashPolicyBuilder]:
+    def get_builder_cls() -> type[FlashBuilder]:
         return FlashPolicyBuilder
+
+
+class FlashDraftBackend(FlashPolicyBackend):
+    """The same for the layers of a drafter."""
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashBuilder]:
+        return FlashDraftBuilder
+
+
+FlashPolicyBackend.draft_backend = FlashDraftBackend
 
 
 @dataclass
@@ -86,10 +103,27 @@ def max_splits(impl: Any, tokens: int, max_queries: int) -> int:
     return int(min(_MAX_SPLITS, max(1, _MAX_PARTIAL_BYTES // split_bytes)))
 
 
-class FlashPolicyBuilder(
-    GPUPolicyBuilder, AttentionMetadataBuilder[FlashPolicyMetadata]
-):
+class FlashBuilder(GPUBuilder, AttentionMetadataBuilder[FlashPolicyMetadata]):
     """Builds the metadata of a step for FlashAttention."""
+
+    def metadata(
+        self, common: Any, table: FlatTable, one_each: bool
+    ) -> FlashPolicyMetadata:
+        tokens, heads = common.num_actual_tokens, self.tables.num_kv_heads
+        query_start = common.query_start_loc_cpu[: common.num_reqs + 1]
+        start, order = flat_queries(query_start, heads)
+        return FlashPolicyMetadata(
+            tokens,
+            moved(start, self.device),
+            None if order is None else moved(order, self.device),
+            common.max_query_len,
+            scopes_of(table),
+            max_splits(self.layers[0].impl, tokens, common.max_query_len),
+        )
+
+
+class FlashPolicyBuilder(GPUPolicyBuilder, FlashBuilder):
+    """The builder of the layers that the policy manages."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,27 +142,19 @@ class FlashPolicyBuilder(
     def metadata(
         self, common: Any, table: FlatTable, one_each: bool
     ) -> FlashPolicyMetadata:
-        pairs = zip(table.pages, table.lengths, strict=True)
-        scopes = [Scope(pages, lengths) for pages, lengths in pairs]
+        if not one_each:
+            return super().metadata(common, table, one_each)
+        # No scheduler metadata: the kernel schedules on the device, as in vLLM for
+        # models with several window sizes.
         tokens = common.num_actual_tokens
-        heads = self.runtime.geometry.num_kv_heads
-        if one_each:
-            # No scheduler metadata: the kernel schedules on the device, as in vLLM for
-            # models with several window sizes.
-            start = self._one_query_start[: tokens * heads + 1]
-            return FlashPolicyMetadata(
-                tokens, start, None, 1, scopes, self._graph_splits
-            )
-        query_start = common.query_start_loc_cpu[: common.num_reqs + 1]
-        start, order = flat_queries(query_start, heads)
+        start = self._one_query_start[: tokens * self.tables.num_kv_heads + 1]
         return FlashPolicyMetadata(
-            tokens,
-            moved(start, self.device),
-            None if order is None else moved(order, self.device),
-            common.max_query_len,
-            scopes,
-            max_splits(self.layers[0].impl, tokens, common.max_query_len),
+            tokens, start, None, 1, scopes_of(table), self._graph_splits
         )
+
+
+class FlashDraftBuilder(GPUDraftBuilder, FlashBuilder):
+    """The builder of the layers of a drafter."""
 
 
 class FlashPolicyImpl(PolicyImpl, FlashAttentionImpl):

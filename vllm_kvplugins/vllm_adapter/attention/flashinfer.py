@@ -26,8 +26,14 @@ from vllm_kvplugins.vllm_adapter.attention.flat import (
     Scope,
     flat_queries,
     in_flat_order,
+    scopes_of,
 )
-from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBackend, GPUPolicyBuilder
+from vllm_kvplugins.vllm_adapter.attention.gpu import (
+    GPUBuilder,
+    GPUDraftBuilder,
+    GPUPolicyBackend,
+    GPUPolicyBuilder,
+)
 
 # Workspace that vLLM reserves for FlashInfer's partial results, per query element.
 _WORKSPACE_BYTES_PER_ELEMENT = 16
@@ -43,8 +49,19 @@ class FlashInferPolicyBackend(GPUPolicyBackend, TritonAttentionBackend):
         return FlashInferPolicyImpl
 
     @staticmethod
-    def get_builder_cls() -> type[FlashInferPolicyBuilder]:
+    def get_builder_cls() -> type[FlashInferBuilder]:
         return FlashInferPolicyBuilder
+
+
+class FlashInferDraftBackend(FlashInferPolicyBackend):
+    """The same for the layers of a drafter."""
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashInferBuilder]:
+        return FlashInferDraftBuilder
+
+
+FlashInferPolicyBackend.draft_backend = FlashInferDraftBackend
 
 
 @dataclass
@@ -56,21 +73,8 @@ class FlashInferPolicyMetadata:
     scopes: list[Scope]
 
 
-class FlashInferPolicyBuilder(
-    GPUPolicyBuilder, AttentionMetadataBuilder[FlashInferPolicyMetadata]
-):
+class FlashInferBuilder(GPUBuilder, AttentionMetadataBuilder[FlashInferPolicyMetadata]):
     """Plans the wrappers of a step."""
-
-    @classmethod
-    def graph_problems(cls, vllm_config: Any, runtime: Any) -> list[str]:
-        problems = super().graph_problems(vllm_config, runtime)
-        if not runtime.policy.page_allocator().uniform:
-            # A plan takes 8 MiB per captured size and layer.
-            problems.append(
-                "heads have different budgets, so FlashInfer would need a plan for "
-                "every layer and captured size"
-            )
-        return problems
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -92,41 +96,24 @@ class FlashInferPolicyBuilder(
         # GPU may still read one plan while the host makes the next.
         self._workspace: torch.Tensor | None = None
         self._wrappers: dict[tuple[str, int], Any] = {}
-        self._captured_rows: set[int] = set()
-        self._graph_lists: list[torch.Tensor] = []  # page lists that graphs read
-
-    def build_for_cudagraph_capture(self, common: Any) -> Any:
-        self._captured_rows.add(common.num_reqs)
-        return super().build_for_cudagraph_capture(common)
 
     def metadata(
         self, common: Any, table: FlatTable, one_each: bool
     ) -> FlashInferPolicyMetadata:
-        tables = self.runtime.tables
-        assert tables is not None
-        lengths = tables.lengths_on_host(table)
-        tokens, heads = common.num_actual_tokens, tables.num_kv_heads
-        scopes = [
-            Scope(*parts) for parts in zip(table.pages, table.lengths, strict=True)
-        ]
-        if one_each:
-            # Steps are padded to a captured size. No graph of another size runs.
-            rows = len(table.slot_indices)
-            captured = rows if rows in self._captured_rows else 0
-            self._plan(scopes, lengths, None, captured)
-            return FlashInferPolicyMetadata(tokens, None, scopes)
+        lengths = self.tables.lengths_on_host(table)
         query_start = common.query_start_loc_cpu[: common.num_reqs + 1]
-        start, order = flat_queries(query_start, heads)
-        self._plan(scopes, lengths, None if order is None else start, 0)
+        start, order = flat_queries(query_start, self.tables.num_kv_heads)
+        scopes = scopes_of(table)
+        self._plan(scopes, lengths, None if order is None else start)
         order = None if order is None else moved(order, self.device)
-        return FlashInferPolicyMetadata(tokens, order, scopes)
+        return FlashInferPolicyMetadata(common.num_actual_tokens, order, scopes)
 
     def _plan(
         self,
         scopes: list[Scope],
         lengths: torch.Tensor,
         query_start: torch.Tensor | None,
-        captured_rows: int,
+        captured_rows: int = 0,
     ) -> None:
         """Plan a wrapper for each page table and store it as its schedule.
 
@@ -135,9 +122,7 @@ class FlashInferPolicyBuilder(
             query_start: int32 [sequences + 1], on the host; None = one query each.
             captured_rows: rows of the CUDA graph that may be replayed; 0 = none.
         """
-        tables, impl = self.runtime.tables, self.layers[0].impl
-        assert tables is not None
-        size = tables.block_size
+        impl, size = self.layers[0].impl, self.tables.block_size
         dtype = self.vllm_config.model_config.dtype
         settings = {
             "num_qo_heads": impl.num_queries_per_kv,
@@ -192,8 +177,7 @@ class FlashInferPolicyBuilder(
         return self._workspace
 
     def _decode_wrapper(self, scope: int, captured_rows: int) -> Any:
-        if captured_rows:
-            return self._graph_wrapper(captured_rows)
+        """The wrapper of a page table; only graphs have captured rows."""
         if ("decode", scope) not in self._wrappers:
             from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
@@ -201,6 +185,57 @@ class FlashInferPolicyBuilder(
                 self._shared_workspace(), "NHD", use_tensor_cores=True
             )
         return self._wrappers["decode", scope]
+
+    def _prefill_wrapper(self, scope: int) -> Any:
+        if ("prefill", scope) not in self._wrappers:
+            from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+            self._wrappers["prefill", scope] = BatchPrefillWithPagedKVCacheWrapper(
+                self._shared_workspace(), "NHD"
+            )
+        return self._wrappers["prefill", scope]
+
+
+class FlashInferPolicyBuilder(GPUPolicyBuilder, FlashInferBuilder):
+    """The builder of the layers that the policy manages."""
+
+    @classmethod
+    def graph_problems(cls, vllm_config: Any, runtime: Any) -> list[str]:
+        problems = super().graph_problems(vllm_config, runtime)
+        if not runtime.policy.page_allocator().uniform:
+            # A plan takes 8 MiB per captured size and layer.
+            problems.append(
+                "heads have different budgets, so FlashInfer would need a plan for "
+                "every layer and captured size"
+            )
+        return problems
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._captured_rows: set[int] = set()
+        self._graph_lists: list[torch.Tensor] = []  # page lists that graphs read
+
+    def build_for_cudagraph_capture(self, common: Any) -> Any:
+        self._captured_rows.add(common.num_reqs)
+        return super().build_for_cudagraph_capture(common)
+
+    def metadata(
+        self, common: Any, table: FlatTable, one_each: bool
+    ) -> FlashInferPolicyMetadata:
+        if not one_each:
+            return super().metadata(common, table, one_each)
+        lengths = self.tables.lengths_on_host(table)
+        # Steps are padded to a captured size. No graph of another size runs.
+        rows = len(table.slot_indices)
+        captured = rows if rows in self._captured_rows else 0
+        scopes = scopes_of(table)
+        self._plan(scopes, lengths, None, captured)
+        return FlashInferPolicyMetadata(common.num_actual_tokens, None, scopes)
+
+    def _decode_wrapper(self, scope: int, captured_rows: int) -> Any:
+        if captured_rows:
+            return self._graph_wrapper(captured_rows)
+        return super()._decode_wrapper(scope, captured_rows)
 
     def _graph_wrapper(self, rows: int) -> Any:
         """The wrapper for CUDA graphs of this size, with plans at fixed addresses."""
@@ -236,14 +271,9 @@ class FlashInferPolicyBuilder(
             ]
         return self._graph_lists
 
-    def _prefill_wrapper(self, scope: int) -> Any:
-        if ("prefill", scope) not in self._wrappers:
-            from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-            self._wrappers["prefill", scope] = BatchPrefillWithPagedKVCacheWrapper(
-                self._shared_workspace(), "NHD"
-            )
-        return self._wrappers["prefill", scope]
+class FlashInferDraftBuilder(GPUDraftBuilder, FlashInferBuilder):
+    """The builder of the layers of a drafter."""
 
 
 class FlashInferPolicyImpl(PolicyImpl, TritonAttentionImpl):

@@ -55,6 +55,11 @@ class Scope:
     schedule: Any = None  # the kernel's plan, if it needs one
 
 
+def scopes_of(table: FlatTable) -> list[Scope]:
+    """One scope for all layers, or one per layer."""
+    return [Scope(*parts) for parts in zip(table.pages, table.lengths, strict=True)]
+
+
 class FlatBuilder(ABC):
     """Mixin of metadata builders of layers that attend over page lists.
 
@@ -132,7 +137,21 @@ class DraftBuilder(FlatBuilder):
             [] if dummy else self.context.runner.draft_request_ids(common),
             common.seq_lens[:num_rows],
             common.block_table_tensor[:num_rows],
+            self._longest_lens(common),
         )
+
+    def _longest_lens(self, common: Any) -> list[int] | None:
+        """Limits of the lengths on the host; None: unknown.
+
+        vLLM's limit leaves out the token that was sampled last, which a draft model
+        reads with the others.
+        """
+        limits = common.seq_lens_cpu_upper_bound
+        if limits is None:
+            return None
+        more = self.vllm_config.num_speculative_tokens
+        longest: list[int] = (limits[: common.num_reqs] + more).tolist()
+        return longest
 
 
 class PolicyBuilder(FlatBuilder):
@@ -241,6 +260,16 @@ class PolicyImpl(ABC):
         self.runtime = runtime
         self.layer_index = layer_index
 
+    @property
+    def heap(self) -> Heap:
+        """The heap with the pages of this layer."""
+        heap, draft_layers = self.runtime.heap, self.runtime.draft_layers
+        if self.layer_index is None:
+            assert draft_layers is not None, "no step has begun"
+            return draft_layers.heap
+        assert heap is not None, "no step has begun"
+        return heap
+
     @abstractmethod
     def attend(
         self,
@@ -294,11 +323,10 @@ class PolicyImpl(ABC):
             self.attend(query, kv_cache, attn_metadata, output)
         if attending is not None:
             scope, pages = self.scope(kv_cache, attn_metadata)
-            assert runtime.heap is not None
             attending.attend(
                 self.layer_index,
                 query,
-                PagedKV(pages, runtime.heap.layout),
+                PagedKV(pages, self.heap.layout),
                 scope.pages,
                 scope.lengths,
                 output,
@@ -328,9 +356,8 @@ class PolicyImpl(ABC):
         """This layer's page table, and the pages that its page ids refer to."""
         if len(metadata.scopes) == 1:
             return metadata.scopes[0], kv_cache.flatten(0, 1).flatten(1)
-        assert self.runtime.heap is not None
         assert self.layer_index is not None, "draft layers share one scope"
-        return metadata.scopes[self.layer_index], self.runtime.heap.pages
+        return metadata.scopes[self.layer_index], self.heap.pages
 
 
 def logit_rules(impl: Any) -> LogitRules:

@@ -17,11 +17,15 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from vllm_kvplugins.engine.page_table import FlatTable
+from vllm_kvplugins.engine.page_table import FlatTable, PageTables
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.vllm_adapter.attention import graphs
-from vllm_kvplugins.vllm_adapter.attention.flat import PolicyBuilder
+from vllm_kvplugins.vllm_adapter.attention.flat import (
+    DraftBuilder,
+    FlatBuilder,
+    PolicyBuilder,
+)
 from vllm_kvplugins.vllm_adapter.worker.context import context_of_layers
 
 
@@ -30,9 +34,11 @@ class GPUPolicyBackend:
 
     Attributes:
         stock_backend: for layers that the policy leaves to vLLM.
+        draft_backend: for layers of a drafter.
     """
 
     stock_backend: type[Any]
+    draft_backend: type[Any]
 
     @staticmethod
     def get_name() -> str:
@@ -43,14 +49,60 @@ class GPUPolicyBackend:
         return (KVCacheLayout.LBHNC,)
 
 
-class GPUPolicyBuilder(PolicyBuilder):
-    """Mixin of metadata builders.
+class GPUBuilder(FlatBuilder):
+    """Mixin of metadata builders: the metadata of a step for the kernel."""
+
+    device: torch.device
+
+    def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
+        device = self.layers[0].kv_cache.device
+        return PageLayout.interleaved(block_size, head_dim).to(device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        common = common_attn_metadata  # the drafter passes it by name
+        return self.metadata(common, self.begin_step(common), one_each=False)
+
+    @property
+    @abstractmethod
+    def tables(self) -> PageTables:
+        """The page tables of the builder's layers."""
+
+    @abstractmethod
+    def metadata(self, common: Any, table: FlatTable, one_each: bool) -> Any:
+        """The metadata of a step for the kernel.
+
+        Args:
+            one_each: every row has one new token, padding included. The launch
+                parameters of the kernel may then depend only on the number of rows.
+        """
+
+
+class GPUDraftBuilder(GPUBuilder, DraftBuilder):
+    """Mixin of metadata builders of a drafter's layers.
+
+    Graphs do not include their attention. They would not anyway: vLLM verifies several
+    tokens per request, and graphs of a policy have one.
+    """
+
+    @property
+    def tables(self) -> PageTables:
+        draft_layers = self.runtime.draft_layers
+        assert draft_layers is not None, "no step has begun"
+        return draft_layers.regions.tables
+
+
+class GPUPolicyBuilder(GPUBuilder, PolicyBuilder):
+    """Mixin of metadata builders of the layers that the policy manages.
 
     Attributes:
         table: the page table that graphs read; None = graphs do not include attention.
     """
-
-    device: torch.device
 
     @classmethod
     def get_cudagraph_support(
@@ -76,14 +128,20 @@ class GPUPolicyBuilder(PolicyBuilder):
         if self.table is not None:
             self.context.runner.forbid_full_graphs(self.runtime.requires_layers)
 
-    def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
-        device = self.layers[0].kv_cache.device
-        return PageLayout.interleaved(block_size, head_dim).to(device)
+    @property
+    def tables(self) -> PageTables:
+        tables = self.runtime.tables
+        assert tables is not None, "no step has begun"
+        return tables
 
     def build(
-        self, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        return self._build(common, dummy=False)
+        return self._build(common_attn_metadata, dummy=False)
 
     def build_for_cudagraph_capture(self, common: Any) -> Any:
         assert self._fits_graph(common), "a graph cannot include this step"
@@ -105,12 +163,3 @@ class GPUPolicyBuilder(PolicyBuilder):
             and common.max_query_len == 1
             and common.num_actual_tokens == common.num_reqs <= self.table.shape.rows
         )
-
-    @abstractmethod
-    def metadata(self, common: Any, table: FlatTable, one_each: bool) -> Any:
-        """The metadata of a step for the kernel.
-
-        Args:
-            one_each: every row has one new token, padding included. The launch
-                parameters of the kernel may then depend only on the number of rows.
-        """

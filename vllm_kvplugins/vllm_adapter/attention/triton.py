@@ -20,8 +20,18 @@ from vllm_kvplugins.engine.page_table import FlatTable
 from vllm_kvplugins.ops.layout import PagedKV
 from vllm_kvplugins.ops.triton.paged_attention import NewTokens, attend_paged
 from vllm_kvplugins.scoring.logits import LogitRules
-from vllm_kvplugins.vllm_adapter.attention.flat import PolicyImpl, Scope, logit_rules
-from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBackend, GPUPolicyBuilder
+from vllm_kvplugins.vllm_adapter.attention.flat import (
+    PolicyImpl,
+    Scope,
+    logit_rules,
+    scopes_of,
+)
+from vllm_kvplugins.vllm_adapter.attention.gpu import (
+    GPUBuilder,
+    GPUDraftBuilder,
+    GPUPolicyBackend,
+    GPUPolicyBuilder,
+)
 
 
 class TritonPolicyBackend(GPUPolicyBackend, TritonAttentionBackend):
@@ -34,8 +44,19 @@ class TritonPolicyBackend(GPUPolicyBackend, TritonAttentionBackend):
         return TritonPolicyImpl
 
     @staticmethod
-    def get_builder_cls() -> type[TritonPolicyBuilder]:
+    def get_builder_cls() -> type[TritonBuilder]:
         return TritonPolicyBuilder
+
+
+class TritonDraftBackend(TritonPolicyBackend):
+    """The same for the layers of a drafter."""
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonBuilder]:
+        return TritonDraftBuilder
+
+
+TritonPolicyBackend.draft_backend = TritonDraftBackend
 
 
 @dataclass
@@ -48,21 +69,26 @@ class TritonPolicyMetadata:
     scopes: list[Scope]
 
 
-class TritonPolicyBuilder(
-    GPUPolicyBuilder, AttentionMetadataBuilder[TritonPolicyMetadata]
-):
+class TritonBuilder(GPUBuilder, AttentionMetadataBuilder[TritonPolicyMetadata]):
     """Builds the metadata of a step for our kernel."""
 
     def metadata(
         self, common: Any, table: FlatTable, one_each: bool
     ) -> TritonPolicyMetadata:
-        pairs = zip(table.pages, table.lengths, strict=True)
         return TritonPolicyMetadata(
             common.num_actual_tokens,
             None if one_each else common.query_start_loc[: common.num_reqs + 1],
             common.max_query_len,
-            [Scope(pages, lengths) for pages, lengths in pairs],
+            scopes_of(table),
         )
+
+
+class TritonPolicyBuilder(GPUPolicyBuilder, TritonBuilder):
+    """The builder of the layers that the policy manages."""
+
+
+class TritonDraftBuilder(GPUDraftBuilder, TritonBuilder):
+    """The builder of the layers of a drafter."""
 
 
 class TritonPolicyImpl(PolicyImpl, TritonAttentionImpl):
@@ -85,12 +111,10 @@ class TritonPolicyImpl(PolicyImpl, TritonAttentionImpl):
         output: torch.Tensor,
     ) -> None:
         scope, pages = self.scope(kv_cache, metadata)
-        heap = self.runtime.heap
-        assert heap is not None
         tokens = metadata.num_actual_tokens
         attend_paged(
             NewTokens(query[:tokens], metadata.query_start, metadata.max_per_row),
-            PagedKV(pages, heap.layout),
+            PagedKV(pages, self.heap.layout),
             scope.pages,
             scope.lengths,
             self.scale,

@@ -113,7 +113,7 @@ _EVERYWHERE = {
     "vllm.config:VllmConfig": "additional_config cache_config "
     "compilation_config kv_transfer_config lora_config model_config parallel_config "
     "scheduler_config speculative_config num_lookahead_tokens "
-    "num_prefill_lookahead_tokens",
+    "num_prefill_lookahead_tokens num_speculative_tokens",
     "vllm.config:SpeculativeConfig": "method draft_model_config parallel_drafting "
     "use_eagle_block_drop()",
     "vllm.config:SchedulerConfig": "async_scheduling scheduler_cls "

@@ -106,15 +106,9 @@ def problems(
 
 def _cache_problems(vllm_config: VllmConfig, types: Sequence[str]) -> Iterator[str]:
     """Why a drafter with a KV cache cannot run, without code."""
-    from vllm.platforms import current_platform
-
     speculative = vllm_config.speculative_config
     without = f"use a drafter without a KV cache ({', '.join(_WITHOUT_CACHE)})"
     drafter = f"drafter {speculative.method!r} has a KV cache, and"
-    if not current_platform.is_cpu():
-        yield f"{drafter} its layers follow a policy on CPUs only so far; {without}"
-    if vllm_config.parallel_config.world_size > 1:
-        yield f"{drafter} its layers follow a policy on one rank only so far; {without}"
     if any(kind != FULL for kind in types):
         yield (
             f"{drafter} vLLM would not keep it in the blocks of the full-attention "

@@ -45,11 +45,18 @@ def problems(draft_layers: Iterable[str], specs: Mapping[str, Any]) -> list[str]
     ]
 
 
-def geometry(draft_layers: Iterable[str], specs: Mapping[str, Any]) -> Geometry | None:
-    """Shape of the cache of the draft layers, on one rank; None: there are none.
+def geometry(
+    draft_layers: Iterable[str], specs: Mapping[str, Any], ranks: int
+) -> Geometry | None:
+    """Shape of the cache of the draft layers; None: there are none.
 
     The layers have plain full attention and one shape, like all layers of one heap.
-    Only one rank runs a drafter with a KV cache.
+    vLLM divides the KV heads of a drafter among the ranks of the model, and gives each
+    rank one if there are fewer heads than ranks.
+
+    Args:
+        specs: vLLM's spec of each layer with a KV cache, on this rank.
+        ranks: of tensor parallelism.
     """
     layers = [specs[name] for name in draft_layers]
     if not layers:
@@ -61,7 +68,7 @@ def geometry(draft_layers: Iterable[str], specs: Mapping[str, Any]) -> Geometry 
         block_size=first.block_size,
         num_layers=len(layers),
         num_kv_heads=first.num_kv_heads,
-        kv_bytes_per_token=len(layers) * per_layer,
+        kv_bytes_per_token=ranks * len(layers) * per_layer,
         head_dim=first.head_size,
         element_bytes=element_bytes,
     )

@@ -95,7 +95,8 @@ class PolicyWorker:
                 draft_layers.use_draft_backend(layers[name], runtime)
             elif not is_managed(spec):
                 use_stock_backend(layers[name])
-        draft_geometry = draft_layers.geometry(drafts, specs)
+        ranks = self.vllm_config.parallel_config.tensor_parallel_size
+        draft_geometry = draft_layers.geometry(drafts, specs, ranks)
         return {
             name: with_policy(spec, runtime.policy, runtime.geometry, draft_geometry)
             if is_managed(spec)
