@@ -80,7 +80,14 @@ def traffic(
         "held": len(driver.held_blocks()),
         "compactions": getattr(driver.manager, "compactions", 0),
         "host_bytes": _used_host_bytes(driver, prompts),
+        "kernel": _kernel(driver),
     }
+
+
+def _kernel(driver: Driver) -> str:
+    """Class of the attention layers."""
+    layers = driver.worker.vllm_config.compilation_config.static_forward_context
+    return type(next(iter(layers.values())).impl).__name__
 
 
 def _used_host_bytes(driver: Driver, prompts: dict[str, list[int]]) -> int:

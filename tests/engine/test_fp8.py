@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import runners
 import torch
 from harness import run_scenario
 from policy_settings import SMALL_BUDGETS, configure, drop, policies_that, retrieve
@@ -27,6 +28,10 @@ QUICK = ("snapkv", "kvzip")
 
 RETRIEVAL = {"budget": 96, "skip_layers": 1, "sinks": 8, "window": 24}
 QUICK_RETRIEVERS = ("icecache",)
+ON_TRITON = runners.environment("V2", asynchronous=False) | {
+    "KVP_TEST_KERNEL": "triton",
+    "KVP_TEST_INTERPRETER": "torch",
+}
 
 
 def traffic(model: str, policy: dict[str, Any] | None, **arguments: Any) -> Any:
@@ -51,6 +56,7 @@ def traffic(model: str, policy: dict[str, Any] | None, **arguments: Any) -> Any:
 def test_keeping_everything_is_stock(tiny_model, cache, scales):
     stock = traffic(tiny_model, None, cache=cache, scales=scales)
     run = traffic(tiny_model, {"name": "full"}, cache=cache, scales=scales)
+    assert run.pop("kernel") != stock.pop("kernel")
     assert run == stock
     assert min(run["cached"][1:]) > 0
 
@@ -70,6 +76,38 @@ def test_every_policy_that_drops_tokens_runs(tiny_model, name):
     assert run["together"] == run["alone"] == run["hits"]
     assert run["held"] == 0
     assert name == "full" or run["compactions"] >= len(LENGTHS)
+
+
+@pytest.mark.slow
+def test_our_triton_kernel_reads_what_the_cpu_kernel_reads(tiny_model):
+    """The kernel of GPUs on torch, under model runner V2, which GPUs use."""
+    for name in ("full", "snapkv"):
+        policy = configure(name, SMALL_BUDGETS | {"sessions": False})
+        cpu, gpu = (
+            run_scenario(
+                "scenarios_fp8:traffic",
+                {
+                    "model": tiny_model,
+                    "policy": policy | {"kernel": kernel},
+                    "lengths": [40, 300],
+                    "cache": "fp8",
+                    "scales": [0.03125, 0.0625],
+                    "emulate": True,
+                },
+                environment,
+                timeout=580,
+            )
+            for kernel, environment in (
+                ("auto", runners.environment("V1", asynchronous=False)),
+                ("triton", ON_TRITON),
+            )
+        )
+        assert (cpu.pop("kernel"), gpu.pop("kernel")) == (
+            "PagedPolicyImpl",
+            "TritonPolicyImpl",
+        )
+        assert gpu == cpu
+        assert (gpu["compactions"] > 0) == (name != "full")
 
 
 @needs_kernel

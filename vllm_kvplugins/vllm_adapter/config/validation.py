@@ -351,16 +351,8 @@ def fp8_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
     cache = vllm_config.cache_config
     if cache.cache_dtype not in _FP8_KV_DTYPES:
         return []
-    reasons = []
-    if not current_platform.is_cpu():
-        reasons.append("the attention kernels of a policy on GPUs read plain elements")
-    elif not (_cpu_has("_is_avx512_supported") or _cpu_has("_is_amx_tile_supported")):
-        reasons.append("vLLM's CPU kernel needs AVX-512 for it")
-    if (head_size := vllm_config.model_config.get_head_size()) % 32:
-        reasons.append(
-            "vLLM's CPU kernel needs heads of a multiple of 32 elements, not "
-            f"{head_size}"
-        )
+    on_cpu = current_platform.is_cpu()
+    reasons = [*(_fp8_cpu_problems if on_cpu else _fp8_gpu_problems)(vllm_config)]
     if policy.spans is not None:
         reasons.append(
             f"{policy.name} keeps keys in host memory, in the dtype of the cache, and "
@@ -380,6 +372,27 @@ def fp8_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
         )
         for reason in reasons
     ]
+
+
+def _fp8_cpu_problems(vllm_config: VllmConfig) -> Iterator[str]:
+    """What vLLM's CPU kernel needs for an fp8 cache."""
+    if not (_cpu_has("_is_avx512_supported") or _cpu_has("_is_amx_tile_supported")):
+        yield "vLLM's CPU kernel needs AVX-512 for it"
+    if (head_size := vllm_config.model_config.get_head_size()) % 32:
+        yield (
+            "vLLM's CPU kernel needs heads of a multiple of 32 elements, not "
+            f"{head_size}"
+        )
+
+
+def _fp8_gpu_problems(vllm_config: VllmConfig) -> Iterator[str]:
+    """What vLLM's Triton kernel, which writes the cache, needs for fp8."""
+    from vllm.platforms import current_platform
+
+    if vllm_config.cache_config.cache_dtype == "fp8_e5m2":
+        yield "the kernel that writes it on GPUs knows fp8_e4m3 only"
+    if not current_platform.has_device_capability(89):
+        yield "the kernel that writes it needs a GPU of compute capability 8.9 or more"
 
 
 def _fp8_retrieval_problems(
