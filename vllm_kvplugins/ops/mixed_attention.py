@@ -36,7 +36,10 @@ def attend_mixed(
     Args:
         queries: float32 or bfloat16 [rows, num_q_heads, head_dim], after RoPE;
             num_q_heads is a multiple of the number of KV heads.
-        kv: the heap, float32 or bfloat16.
+        kv: the heap, float32 or bfloat16. On CPUs also float8_e4m3fn or float8_e5m2,
+            elements of an fp8 cache without the scales of their layer: the scale of
+            keys belongs into ``scale``, and that of values the caller applies to the
+            output.
         page_table: int32 [sequences, max_pages]; ids beyond a sequence's length are
             ignored.
         lengths: int32 [sequences], tokens; the last page may be partly full.
@@ -55,11 +58,12 @@ def attend_mixed(
     and none below exp(-60) of it, so the log-sum-exp is no more exact than that about
     tokens with tiny weights. Its results are the same bits for any number of threads
     and whatever other rows are in the call. Slots after the last token may hold
-    anything.
+    anything. Pages of fp8 give the bits that pages of their float32 values give.
 
     Cost: reads every key and value once; ``4 * group * head_dim`` operations and
         ``group`` exponentials per token and KV head. Pages whose keys are neither rows
-        nor columns are copied first, which is several times slower. The torch version
+        nor columns are copied first, which is several times slower. Pages of fp8 are
+        widened to float32, 256 tokens at a time. The torch version
         copies all pages to float32, padded to the longest sequence.
     """
     heap, layout = kv.pages, kv.layout
@@ -102,14 +106,15 @@ def _check(
     """The checks of csrc/paged_decode.cpp; of contents only on the CPU."""
     if not math.isfinite(scale):
         checks.fail(_OP, f"scale must be finite, got {scale}")
-    checks.check_heap(_OP, kv)
+    on_cpu = kv.pages.device.type == "cpu"
+    pages = checks.ATTENDED_DTYPES if on_cpu else checks.FACTOR_DTYPES
+    checks.check_heap(_OP, kv, pages)
     heap, layout = kv.pages, kv.layout
     _check_sizes(queries, page_table, layout.head_dim)
     entries, dims, sequences = len(coarse.keys), layout.head_dim, len(page_table)
     float32_or_bfloat16 = checks.FACTOR_DTYPES
     expected = {
         "queries": (queries, queries.shape, float32_or_bfloat16),
-        "heap": (heap, heap.shape, float32_or_bfloat16),
         "page_table": (page_table, page_table.shape, (torch.int32,)),
         "lengths": (lengths, (sequences,), (torch.int32,)),
         "coarse_keys": (coarse.keys, (entries, dims), float32_or_bfloat16),
@@ -122,7 +127,7 @@ def _check(
         checks.check_shape(_OP, name, tensor, tuple(shape))
         checks.check_dtype(_OP, name, tensor, *dtypes)
         checks.check_device(_OP, name, tensor, heap, "the heap")
-    if heap.device.type == "cpu":
+    if on_cpu:
         _check_contents(kv, page_table, lengths, coarse)
 
 
