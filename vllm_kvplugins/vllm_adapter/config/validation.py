@@ -356,18 +356,21 @@ def fp8_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
         reasons.append("the attention kernels of a policy on GPUs read plain elements")
     elif not (_cpu_has("_is_avx512_supported") or _cpu_has("_is_amx_tile_supported")):
         reasons.append("vLLM's CPU kernel needs AVX-512 for it")
-    if (head_size := vllm_config.model_config.get_head_size()) % 32:
-        reasons.append(
-            "vLLM's CPU kernel needs heads of a multiple of 32 elements, not "
-            f"{head_size}"
-        )
+    drafter = speculation.drafter_with_cache(vllm_config)
+    models = [("", vllm_config.model_config)]
+    models += [] if drafter is None else [(" in the drafter", drafter[1])]
+    reasons += [
+        f"vLLM's CPU kernel needs heads of a multiple of 32 elements, not {size}{where}"
+        for where, model in models
+        if (size := model.get_head_size()) % 32
+    ]
     if policy.spans is not None:
         reasons.append(
             f"{policy.name} keeps keys in host memory, in the dtype of the cache, and "
             "its kernels read plain elements"
         )
     if policy.retrieval is not None:
-        reasons += _fp8_retrieval_problems(vllm_config, policy.retrieval)
+        reasons += _fp8_retrieval_problems(policy.retrieval)
     if cache.kv_cache_dtype_skip_layers:
         reasons.append(
             "--kv-cache-dtype-skip-layers gives layers pages of different sizes"
@@ -382,9 +385,7 @@ def fp8_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
     ]
 
 
-def _fp8_retrieval_problems(
-    vllm_config: VllmConfig, retriever: Retriever
-) -> Iterator[str]:
+def _fp8_retrieval_problems(retriever: Retriever) -> Iterator[str]:
     """What a retrieval policy cannot do with an fp8 cache."""
     if retriever.host_dtype != "auto":
         yield (
@@ -394,11 +395,6 @@ def _fp8_retrieval_problems(
     if (selection := retriever.device_selection) is not None:
         yield (
             f"{selection.setting} has not been tried with it ({selection.instead} has)"
-        )
-    if vllm_config.speculative_config is not None:
-        yield (
-            f"the kernel with which {retriever.name} verifies drafts reads plain "
-            "elements (without --speculative-config it is not needed)"
         )
 
 
