@@ -168,6 +168,8 @@ class VerifyingEngine(RetrievingEngine):
 @pytest.mark.parametrize("dtype", [*DTYPES, None])
 def test_each_draft_attends_to_what_it_selects(name, dtype, backend):
     """Also with plain elements (None), in one cache of two requests."""
+    if (name, backend) == ("icecache", "torch"):
+        pytest.skip("its index is compiled")
     fake = engine(name, fp8=fp8(dtype) if dtype else None, kind=VerifyingEngine)
     requests = [fake.add(each, 43, 40) for each in ("r", "other")]
     with torch.inference_mode():
