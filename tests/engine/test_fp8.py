@@ -23,6 +23,7 @@ needs_kernel = pytest.mark.skipif(
 
 SEED = 5
 LENGTHS = [40, 300, 700]
+SCALES = [[0.03125, 0.0625], [0.05, 0.07]]
 QUICK = ("snapkv", "kvzip")
 
 
@@ -49,8 +50,8 @@ def traffic(model: str, policy: dict[str, Any] | None, **arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("cache", "scales"),
     [
-        pytest.param("fp8_e4m3", [0.03125, 0.0625], id="e4m3-scales"),
-        pytest.param("fp8_e5m2", [1.0, 1.0], id="e5m2", marks=pytest.mark.slow),
+        pytest.param("fp8_e4m3", [[0.03125, 0.0625]], id="e4m3-scales"),
+        pytest.param("fp8_e5m2", [[1.0, 1.0]], id="e5m2", marks=pytest.mark.slow),
     ],
 )
 def test_keeping_everything_is_stock(tiny_model, cache, scales):
@@ -72,7 +73,7 @@ def test_keeping_everything_is_stock(tiny_model, cache, scales):
 def test_every_policy_that_drops_tokens_runs(tiny_model, name):
     """Tokens do not depend on other requests or on cached prefixes."""
     policy = configure(name, SMALL_BUDGETS | {"sessions": False}) | {"sessions": False}
-    run = traffic(tiny_model, policy, scales=[0.03125, 0.0625])
+    run = traffic(tiny_model, policy, scales=SCALES)
     assert run["together"] == run["alone"] == run["hits"]
     assert run["held"] == 0
     assert name == "full" or run["compactions"] >= len(LENGTHS)
@@ -161,7 +162,7 @@ def test_every_retrieval_policy_runs(tiny_model, name):
     """Tokens do not depend on other requests or on cached prefixes, and host memory
     holds one byte per element."""
     policy = configure(name, RETRIEVAL)
-    run = traffic(tiny_model, policy, scales=[0.03125, 0.0625], emulate=not HAS_KERNEL)
+    run = traffic(tiny_model, policy, scales=SCALES, emulate=not HAS_KERNEL)
     assert run["together"] == run["alone"] == run["hits"]
     assert run["held"] == 0
     assert run["compactions"] >= len(LENGTHS) - 1
@@ -176,7 +177,7 @@ def test_every_retrieval_policy_runs(tiny_model, name):
 )
 def test_prompts_attend_to_elements_in_host_memory(tiny_model, cache):
     """In blocks, with most tokens on the host: the first token is that of `full`."""
-    shared = {"cache": cache, "scales": [0.05, 0.07], "emulate": not HAS_KERNEL}
+    shared = {"cache": cache, "scales": [[0.05, 0.07]], "emulate": not HAS_KERNEL}
     policy = RETRIEVAL | {"name": "exact-topk", "prefill_block": 128}
     found = traffic(tiny_model, policy, **shared)
     whole = traffic(tiny_model, {"name": "full"}, **shared)

@@ -354,6 +354,23 @@ def test_fp8_elements(dtype, splits, fp8):
 
 
 @pytest.mark.parametrize("fp8", FP8, ids=str)
+def test_mixed_attention_over_fp8_pages(fp8):
+    """As drafts are verified under retrieval: the caller applies the scales."""
+    from vllm_kvplugins.ops.mixed_attention import _attend_on_gpu
+
+    case = make_case(torch.float32, [1, 1], [300, 1, 70, 9])
+    elements = case.heap.cpu().to(fp8)
+    plain = replace(case, heap=elements.float())
+    kv = PagedKV(elements.to(DEVICE), case.layout)
+    out, lse = _attend_on_gpu(
+        case.queries, kv, case.page_table, case.lengths, case.scale, None
+    )
+    expected, expected_lse = plain.right(torch.float64)
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fp8", FP8, ids=str)
 def test_every_fp8_element(fp8):
     """One token gets all the attention, so its values come out as they are."""
     from vllm_kvplugins.ops.triton.paged_attention import Fp8Elements

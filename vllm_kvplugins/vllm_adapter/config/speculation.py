@@ -7,7 +7,9 @@ and all after it. Under a policy, no rejected draft may leave a trace:
 - Votes and kept queries count accepted tokens only (``PolicyRuntime``).
 - Each draft retrieves with its own query, as without speculation.
 - The layers of a drafter with a KV cache keep the tokens that the model's layers keep
-  (``engine/draft_layers.py``). The drafter runs before the compaction of its step.
+  (``engine/draft_layers.py``). The drafter runs before the compaction of its step. Its
+  cache has the dtype of the model's; the worker checks the layers, whose checkpoint may
+  ask for another one (``worker/draft_layers.py``).
 
 The scheduler plans a step when it knows which drafts of the step before were accepted,
 so asynchronous scheduling is off.
@@ -19,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvplugins.engine.heap import FP8_DTYPES
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.model_config import FULL, STATE, layer_types
 
@@ -125,10 +128,11 @@ def _cache_problems(vllm_config: VllmConfig, types: Sequence[str]) -> Iterator[s
             f"{drafter} its layers read several tokens behind a chunk of the prompt, "
             f"which may end anywhere under a policy; {without}"
         )
-    if (dtype := str(vllm_config.cache_config.cache_dtype)).startswith("fp8"):
+    own, dtype = speculative.kv_cache_dtype, vllm_config.cache_config.cache_dtype
+    if own is not None and FP8_DTYPES.get(own) != FP8_DTYPES.get(dtype):
         yield (
-            f"{drafter} KV cache dtype {dtype!r} has not been tried with it; use "
-            "--kv-cache-dtype auto"
+            f"{drafter} its dtype {own!r} is not that of the model's cache, {dtype!r}, "
+            'and both lie in the same blocks; remove "kv_cache_dtype"'
         )
     if speculative.parallel_drafting:
         yield (

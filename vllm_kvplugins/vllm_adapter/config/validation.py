@@ -359,7 +359,7 @@ def fp8_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
             "its kernels read plain elements"
         )
     if policy.retrieval is not None:
-        reasons += _fp8_retrieval_problems(vllm_config, policy.retrieval)
+        reasons += _fp8_retrieval_problems(policy.retrieval)
     if cache.kv_cache_dtype_skip_layers:
         reasons.append(
             "--kv-cache-dtype-skip-layers gives layers pages of different sizes"
@@ -378,11 +378,15 @@ def _fp8_cpu_problems(vllm_config: VllmConfig) -> Iterator[str]:
     """What vLLM's CPU kernel needs for an fp8 cache."""
     if not (_cpu_has("_is_avx512_supported") or _cpu_has("_is_amx_tile_supported")):
         yield "vLLM's CPU kernel needs AVX-512 for it"
-    if (head_size := vllm_config.model_config.get_head_size()) % 32:
-        yield (
-            "vLLM's CPU kernel needs heads of a multiple of 32 elements, not "
-            f"{head_size}"
-        )
+    drafter = speculation.drafter_with_cache(vllm_config)
+    models = [("", vllm_config.model_config)]
+    models += [] if drafter is None else [(" in the drafter", drafter[1])]
+    for where, model in models:
+        if (size := model.get_head_size()) % 32:
+            yield (
+                "vLLM's CPU kernel needs heads of a multiple of 32 elements, not "
+                f"{size}{where}"
+            )
 
 
 def _fp8_gpu_problems(vllm_config: VllmConfig) -> Iterator[str]:
@@ -395,23 +399,18 @@ def _fp8_gpu_problems(vllm_config: VllmConfig) -> Iterator[str]:
         yield "the kernel that writes it needs a GPU of compute capability 8.9 or more"
 
 
-def _fp8_retrieval_problems(
-    vllm_config: VllmConfig, retriever: Retriever
-) -> Iterator[str]:
+def _fp8_retrieval_problems(retriever: Retriever) -> Iterator[str]:
     """What a retrieval policy cannot do with an fp8 cache."""
     if retriever.host_dtype != "auto":
         yield (
             f"host_dtype {retriever.host_dtype!r} would quantize elements that are "
             "quantized already (host_dtype 'auto' keeps them as they are)"
         )
+    if retriever.host_fetch == "direct":
+        yield "host_fetch 'direct' has not been tried with it (host_fetch 'staged' has)"
     if (selection := retriever.device_selection) is not None:
         yield (
             f"{selection.setting} has not been tried with it ({selection.instead} has)"
-        )
-    if vllm_config.speculative_config is not None:
-        yield (
-            f"the kernel with which {retriever.name} verifies drafts reads plain "
-            "elements (without --speculative-config it is not needed)"
         )
 
 
