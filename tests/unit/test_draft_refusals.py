@@ -23,15 +23,19 @@ WINDOWED = SimpleNamespace(
 )
 
 
+SHAPE = {"get_total_num_kv_heads": lambda: 2, "get_head_size": lambda: 32}
+
+
 def problems(
     types: tuple[str, ...] = (FULL, FULL),
     **changes: Any,
 ) -> list[str]:
     """Reasons for a draft model; changes are dotted names with __ for a dot."""
     draft = SimpleNamespace(
-        use_mla=False, hf_text_config=SimpleNamespace(num_hidden_layers=2)
+        use_mla=False, hf_text_config=SimpleNamespace(num_hidden_layers=2), **SHAPE
     )
     config = SimpleNamespace(
+        model_config=SimpleNamespace(**SHAPE),
         speculative_config=SimpleNamespace(
             method="draft_model",
             draft_model_config=draft,
@@ -56,6 +60,14 @@ def test_drafters_with_a_cache_run(method):
     assert problems(speculative_config__method=method) == []
 
 
+WINDOWS = (SLIDING, SLIDING, FULL) * 2  # and two draft layers: four of each
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_drafters_run_next_to_windows(method):
+    assert problems(WINDOWS, speculative_config__method=method) == []
+
+
 DRAFT = "speculative_config__draft_model_config__"
 OWN_DTYPE = "speculative_config__kv_cache_dtype"
 
@@ -63,7 +75,15 @@ OWN_DTYPE = "speculative_config__kv_cache_dtype"
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"types": (FULL, SLIDING)}, "which has others too; use a drafter without"),
+        ({"types": (FULL, SLIDING)}, "into 3 KV cache groups"),
+        (
+            {"types": WINDOWS, DRAFT + "get_head_size": lambda: 64},
+            "its KV heads (2 of 64 elements) must be as those of the model (2 of 32)",
+        ),
+        (
+            {"types": WINDOWS, "speculative_config__method": "mtp"},
+            "have not been tried with layers of other attention",
+        ),
         ({DRAFT + "use_mla": True}, "not plain full attention"),
         ({DRAFT + "hf_text_config": WINDOWED}, "not plain full attention"),
         ({"num_prefill_lookahead_tokens": 3}, "several tokens behind a chunk"),
