@@ -226,13 +226,10 @@ Element* write(const Tensor& tensor, Element*) {
   return static_cast<Element*>(tensor.mutable_data_ptr());
 }
 
-inline HeapView view_heap(const char* op, const Tensor& heap, std::int64_t block_size) {
+// The pages of a heap, whatever the type of their elements.
+inline HeapView view_pages(const char* op, const Tensor& heap,
+                           std::int64_t block_size) {
   Argument{op, "heap", heap}.require_dim(2);
-  const ScalarType type = heap.scalar_type();
-  if (type != ScalarType::Float && type != ScalarType::Half &&
-      type != ScalarType::BFloat16 && type != ScalarType::Byte) {
-    fail(op, "heap must be float32, float16, bfloat16 or uint8, got ", type_name(type));
-  }
   const std::int64_t page_elems = heap.size(1);
   // The stride of a dimension of size 1 means nothing.
   const std::int64_t page_stride = heap.size(0) > 1 ? heap.stride(0) : page_elems;
@@ -254,6 +251,16 @@ inline HeapView view_heap(const char* op, const Tensor& heap, std::int64_t block
                   block_size,
                   page_elems / 2 / block_size,
                   static_cast<std::int64_t>(heap.element_size())};
+}
+
+// The pages of a heap whose elements are copied, or read as they are.
+inline HeapView view_heap(const char* op, const Tensor& heap, std::int64_t block_size) {
+  const ScalarType type = heap.scalar_type();
+  if (type != ScalarType::Float && type != ScalarType::Half &&
+      type != ScalarType::BFloat16 && type != ScalarType::Byte) {
+    fail(op, "heap must be float32, float16, bfloat16 or uint8, got ", type_name(type));
+  }
+  return view_pages(op, heap, block_size);
 }
 
 // An int64 [rows, pages_per_row] tensor of page ids; their range is not checked.

@@ -24,6 +24,21 @@ index::ElementType element_type(const char* name, const Tensor& tensor) {
        type_name(tensor.scalar_type()));
 }
 
+// The type of the elements of pages; fp8 elements are read without a scale.
+void set_page_type(decode::Call& call, const Tensor& heap) {
+  const ScalarType type = heap.scalar_type();
+  if (type == ScalarType::Float8_e4m3fn) {
+    call.page_fp8 = Fp8::kE4m3;
+  } else if (type == ScalarType::Float8_e5m2) {
+    call.page_fp8 = Fp8::kE5m2;
+  } else if (type == ScalarType::Float || type == ScalarType::BFloat16) {
+    call.page_type = element_type("heap", heap);
+  } else {
+    fail(kOp, "heap must be float32, bfloat16, float8_e4m3fn or float8_e5m2, got ",
+         type_name(type));
+  }
+}
+
 // Derives the numbers of rows, KV heads and heads per group from the shapes.
 void set_sizes(decode::Call& call, const Tensor& queries, const Tensor& page_table) {
   const std::int64_t sequences = page_table.size(0);
@@ -49,7 +64,7 @@ void set_pages(decode::Call& call, const Tensor& heap, const Tensor& page_table,
   const std::int64_t per_row = page_table.size(1);
   require_shape(kOp, "page_table", page_table, {call.sequences(), per_row});
   require_shape(kOp, "lengths", lengths, {call.sequences()});
-  call.page_type = element_type("heap", heap);
+  set_page_type(call, heap);
   call.table = {page_table.const_data_ptr<std::int32_t>(), call.sequences(), per_row};
   call.lengths = lengths.const_data_ptr<std::int32_t>();
   const std::int64_t num_pages = call.kv.num_pages, size = call.kv.block_size();
@@ -93,7 +108,7 @@ std::tuple<Tensor, Tensor> attend_mixed_cpu(
     std::optional<Tensor> coarse_values, std::optional<Tensor> bias,
     std::optional<Tensor> starts, std::optional<Tensor> counts) {
   if (!std::isfinite(scale)) fail(kOp, "scale must be finite, got ", scale);
-  const HeapView view = view_heap(kOp, heap, block_size);
+  const HeapView view = view_pages(kOp, heap, block_size);
   decode::Call call{};
   call.kv = view.paged(heap.const_data_ptr(),
                        checked_layout(kOp, heap, view, k_offsets, v_offsets));

@@ -39,6 +39,18 @@ std::size_t u(Index index) { return static_cast<std::size_t>(index); }
 float value_of(float x) { return x; }
 float value_of(std::uint16_t x) { return kvp::widen(x); }
 
+// The value of an fp8 element, from the definition of its format.
+float fp8_value(kvp::Fp8 type, std::uint8_t code) {
+  const int mantissa_bits = type == kvp::Fp8::kE4m3 ? 3 : 2;
+  const int bias = type == kvp::Fp8::kE4m3 ? 7 : 15;
+  const int exponent = (code & 0x7f) >> mantissa_bits;
+  const int mantissa = code & ((1 << mantissa_bits) - 1);
+  const int leading = exponent == 0 ? 0 : 1 << mantissa_bits;
+  const int power = std::max(exponent, 1) - bias - mantissa_bits;
+  const float magnitude = std::ldexp(static_cast<float>(leading + mantissa), power);
+  return code < 128 ? magnitude : -magnitude;
+}
+
 // Vectors of exactly the given size, so that a sanitizer sees reads past the end.
 template <typename Element>
 std::vector<Element> elements(const std::vector<float>& values) {
@@ -251,6 +263,36 @@ void test_shapes(const Kernels& kernels, std::mt19937& random) {
   test_case<float>(kernels, {1, 6, 2, 16, 320, Order::kTransposed, 30.0f}, random);
 }
 
+// Pages of fp8 elements give the bits that pages of their values give.
+void test_fp8(const Kernels& kernels, std::mt19937& random) {
+  for (kvp::Fp8 type : {kvp::Fp8::kE4m3, kvp::Fp8::kE5m2}) {
+    for (Order order : {Order::kNatural, Order::kTransposed, Order::kPermuted}) {
+      for (Index slots : {5, 32, 300}) {
+        current_case = std::string(kvp::name_of(kernels.simd)) + ", fp8 " +
+                       std::to_string(static_cast<int>(type)) + ", order " +
+                       std::to_string(static_cast<int>(order)) + ", slots " +
+                       std::to_string(slots);
+        Case<float> one({2, 3, 3, 20, slots, order, 0.01f}, random);
+        // Vectors of exactly this size; each finite element occurs.
+        std::vector<std::uint8_t> codes(one.heap.size());
+        for (std::size_t i = 0; i < codes.size(); ++i) {
+          const auto code = static_cast<std::uint8_t>(random());
+          codes[i] = code % 128 < 124 ? code : 0;
+          one.heap[i] = fp8_value(type, codes[i]);
+        }
+        kvp::decode::attend_mixed(kernels, one.call());
+        const std::vector<float> right = one.out, right_lse = one.lse;
+        std::fill(one.out.begin(), one.out.end(), kNan);
+        Call call = one.call();
+        call.kv.pages = codes.data(), call.page_fp8 = type;
+        kvp::decode::attend_mixed(kernels, call);
+        CHECK(one.out == right);
+        CHECK(one.lse == right_lse);
+      }
+    }
+  }
+}
+
 // Slots after the last token do not matter; attended tokens do.
 void test_nan(const Kernels& kernels, std::mt19937& random) {
   current_case = std::string(kvp::name_of(kernels.simd)) + ", NaN";
@@ -350,6 +392,7 @@ int main() {
   for (const Kernels* kernels : kvp::runnable_kernels<Kernels>()) {
     std::printf("%s\n", kvp::name_of(kernels->simd));
     test_shapes(*kernels, random);
+    test_fp8(*kernels, random);
     test_nan(*kernels, random);
     test_alone(*kernels, random);
   }

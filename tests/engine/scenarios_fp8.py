@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import fp8_kernels
+import scenarios_speculation
 from driver import Driver, make_llm
 from texts import english_tokens, random_tokens
 from tiny_model import VOCABULARY
@@ -12,19 +13,53 @@ from tiny_model import VOCABULARY
 _QUESTION = 20  # tokens of the last turn
 
 
-def _set_scales(scales: tuple[float, float]) -> None:
-    """Give all layers these scales of keys and values, as a checkpoint would."""
+# Scales of keys and values, per layer.
+Scales = list[list[float]]
+PLAIN: Scales = [[1.0, 1.0]]
+
+
+def _set_scales(scales: Scales) -> None:
+    """Give layers scales of keys and values, as a checkpoint would.
+
+    Args:
+        scales: of layer ``i`` the pair ``i`` modulo their number; of layer ``i`` of a
+            draft model ``i + 2``. Heads of a drafter have the numbers behind the
+            model's.
+    """
     from vllm.model_executor.layers.attention import attention
+    from vllm.model_executor.models.utils import extract_layer_index
 
     original = attention.set_default_quant_scales
 
     def with_scales(layer: Any, *args: Any, **kwargs: Any) -> None:
         original(layer, *args, **kwargs)
-        for name, scale in zip("kv", scales, strict=True):
+        number = extract_layer_index(layer.layer_name)
+        number += 2 * layer.layer_name.startswith("draft_model")
+        pair = scales[number % len(scales)]
+        for name, scale in zip("kv", pair, strict=True):
             getattr(layer, f"_{name}_scale").fill_(scale)
             setattr(layer, f"_{name}_scale_float", scale)
 
     attention.set_default_quant_scales = with_scales
+
+
+def speculating(
+    scenario: str, scales: Scales, emulate: bool = True, **arguments: Any
+) -> Any:
+    """A scenario of ``scenarios_speculation``.
+
+    Args:
+        scenario: its name.
+        scales: of the layers of an fp8 cache.
+        emulate: see :func:`traffic`. No bit of a token then depends on how many others
+            its step has.
+        arguments: of the scenario.
+    """
+    if emulate:
+        fp8_kernels.install()
+        fp8_kernels.compute_tokens_alone()
+    _set_scales(scales)
+    return getattr(scenarios_speculation, scenario)(**arguments)
 
 
 def traffic(
@@ -32,7 +67,7 @@ def traffic(
     policy: dict[str, Any] | None,
     cache: str,
     lengths: list[int],
-    scales: tuple[float, float] = (1.0, 1.0),
+    scales: Scales = PLAIN,
     emulate: bool = False,
 ) -> dict[str, Any]:
     """Tokens of prompts together, alone, and behind the prefix of an earlier one.
@@ -80,7 +115,14 @@ def traffic(
         "held": len(driver.held_blocks()),
         "compactions": getattr(driver.manager, "compactions", 0),
         "host_bytes": _used_host_bytes(driver, prompts),
+        "kernel": _kernel(driver),
     }
+
+
+def _kernel(driver: Driver) -> str:
+    """Class of the attention layers."""
+    layers = driver.worker.vllm_config.compilation_config.static_forward_context
+    return type(next(iter(layers.values())).impl).__name__
 
 
 def _used_host_bytes(driver: Driver, prompts: dict[str, list[int]]) -> int:

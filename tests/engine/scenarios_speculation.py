@@ -292,12 +292,17 @@ def drafted_odds(
 
 
 def stock_acceptance(
-    model: str, drafter: dict[str, Any], seed: int, lengths: list[int], max_tokens: int
+    model: str,
+    drafter: dict[str, Any],
+    seed: int,
+    lengths: list[int],
+    max_tokens: int,
+    **settings: Any,
 ) -> dict[str, int]:
     """Drafts and accepted drafts without a policy, in the steps of ``speculate``."""
-    settings = {"skip_tokenizer_init": False, "disable_log_stats": False}
+    settings |= {"skip_tokenizer_init": False, "disable_log_stats": False}
     settings |= {"speculative_config": drafter, "async_scheduling": False}
-    llm = make_llm(model, None, max_model_len=4096, **settings)
+    llm = make_llm(model, None, **{"max_model_len": 4096, **settings})
     driver, sent = Driver(llm), prompts(seed, lengths)
     driver.generate(sent, max_tokens)
     for name, prompt in sent.items():

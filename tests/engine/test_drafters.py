@@ -19,6 +19,7 @@ from draft_models import (
     write_copy_with_more_heads,
     write_noisy_copy,
     write_pair,
+    write_windowed_pair,
 )
 from harness import run_scenario
 from policy_settings import SMALL_BUDGETS, configure
@@ -273,6 +274,44 @@ def test_random_traffic_leaks_nothing_and_changes_no_token(
         assert counts[event] > rounds / 25, counts
     assert counts["differed"] == 0, counts
     assert counts["preemptions"] > 0
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory) -> tuple[str, dict[str, Any]]:
+    """A model with windowed layers, and a head with full attention."""
+    return write_windowed_pair(tmp_path_factory.mktemp("windowed"), SEED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "snapkv", "pyramidkv", "icecache"])
+def test_heads_of_models_with_windows(windowed, name):
+    """The head's layer is in the group of the full-attention layers."""
+    model, head = windowed
+    run = speculate(model, settings_of(name), head, compares_stock=name == "full")
+    check_mixed(run)
+    assert (run["compactions"] >= len(LENGTHS)) == (name != "full")
+
+
+@pytest.mark.slow
+def test_random_traffic_with_a_head_next_to_windows(windowed):
+    model, head = windowed
+    rounds = 100 if _ALL else 20
+    counts = run_scenario(
+        "scenarios_speculation:fuzz",
+        {
+            "model": model,
+            "policy": settings_of("snapkv"),
+            "drafter": head,
+            "seed": SEED,
+            "rounds": rounds,
+            "blocks": 60,
+        },
+        timeout=1700,
+    )
+    print(counts)
+    for event in ("requests", "aborts", "hits", "compared", "accepted"):
+        assert counts[event] > rounds / 25, counts
+    assert counts["differed"] == 0, counts
 
 
 @pytest.mark.slow

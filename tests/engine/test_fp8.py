@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import runners
 import torch
 from harness import run_scenario
 from policy_settings import SMALL_BUDGETS, configure, drop, policies_that, retrieve
@@ -22,11 +23,16 @@ needs_kernel = pytest.mark.skipif(
 
 SEED = 5
 LENGTHS = [40, 300, 700]
+SCALES = [[0.03125, 0.0625], [0.05, 0.07]]
 QUICK = ("snapkv", "kvzip")
 
 
 RETRIEVAL = {"budget": 96, "skip_layers": 1, "sinks": 8, "window": 24}
 QUICK_RETRIEVERS = ("icecache",)
+ON_TRITON = runners.environment("V2", asynchronous=False) | {
+    "KVP_TEST_KERNEL": "triton",
+    "KVP_TEST_INTERPRETER": "torch",
+}
 
 
 def traffic(model: str, policy: dict[str, Any] | None, **arguments: Any) -> Any:
@@ -44,13 +50,14 @@ def traffic(model: str, policy: dict[str, Any] | None, **arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("cache", "scales"),
     [
-        pytest.param("fp8_e4m3", [0.03125, 0.0625], id="e4m3-scales"),
-        pytest.param("fp8_e5m2", [1.0, 1.0], id="e5m2", marks=pytest.mark.slow),
+        pytest.param("fp8_e4m3", [[0.03125, 0.0625]], id="e4m3-scales"),
+        pytest.param("fp8_e5m2", [[1.0, 1.0]], id="e5m2", marks=pytest.mark.slow),
     ],
 )
 def test_keeping_everything_is_stock(tiny_model, cache, scales):
     stock = traffic(tiny_model, None, cache=cache, scales=scales)
     run = traffic(tiny_model, {"name": "full"}, cache=cache, scales=scales)
+    assert run.pop("kernel") != stock.pop("kernel")
     assert run == stock
     assert min(run["cached"][1:]) > 0
 
@@ -66,10 +73,42 @@ def test_keeping_everything_is_stock(tiny_model, cache, scales):
 def test_every_policy_that_drops_tokens_runs(tiny_model, name):
     """Tokens do not depend on other requests or on cached prefixes."""
     policy = configure(name, SMALL_BUDGETS | {"sessions": False}) | {"sessions": False}
-    run = traffic(tiny_model, policy, scales=[0.03125, 0.0625])
+    run = traffic(tiny_model, policy, scales=SCALES)
     assert run["together"] == run["alone"] == run["hits"]
     assert run["held"] == 0
     assert name == "full" or run["compactions"] >= len(LENGTHS)
+
+
+@pytest.mark.slow
+def test_our_triton_kernel_reads_what_the_cpu_kernel_reads(tiny_model):
+    """The kernel of GPUs on torch, under model runner V2, which GPUs use."""
+    for name in ("full", "snapkv"):
+        policy = configure(name, SMALL_BUDGETS | {"sessions": False})
+        cpu, gpu = (
+            run_scenario(
+                "scenarios_fp8:traffic",
+                {
+                    "model": tiny_model,
+                    "policy": policy | {"kernel": kernel},
+                    "lengths": [40, 300],
+                    "cache": "fp8",
+                    "scales": [0.03125, 0.0625],
+                    "emulate": True,
+                },
+                environment,
+                timeout=580,
+            )
+            for kernel, environment in (
+                ("auto", runners.environment("V1", asynchronous=False)),
+                ("triton", ON_TRITON),
+            )
+        )
+        assert (cpu.pop("kernel"), gpu.pop("kernel")) == (
+            "PagedPolicyImpl",
+            "TritonPolicyImpl",
+        )
+        assert gpu == cpu
+        assert (gpu["compactions"] > 0) == (name != "full")
 
 
 @needs_kernel
@@ -123,7 +162,7 @@ def test_every_retrieval_policy_runs(tiny_model, name):
     """Tokens do not depend on other requests or on cached prefixes, and host memory
     holds one byte per element."""
     policy = configure(name, RETRIEVAL)
-    run = traffic(tiny_model, policy, scales=[0.03125, 0.0625], emulate=not HAS_KERNEL)
+    run = traffic(tiny_model, policy, scales=SCALES, emulate=not HAS_KERNEL)
     assert run["together"] == run["alone"] == run["hits"]
     assert run["held"] == 0
     assert run["compactions"] >= len(LENGTHS) - 1
@@ -138,7 +177,7 @@ def test_every_retrieval_policy_runs(tiny_model, name):
 )
 def test_prompts_attend_to_elements_in_host_memory(tiny_model, cache):
     """In blocks, with most tokens on the host: the first token is that of `full`."""
-    shared = {"cache": cache, "scales": [0.05, 0.07], "emulate": not HAS_KERNEL}
+    shared = {"cache": cache, "scales": [[0.05, 0.07]], "emulate": not HAS_KERNEL}
     policy = RETRIEVAL | {"name": "exact-topk", "prefill_block": 128}
     found = traffic(tiny_model, policy, **shared)
     whole = traffic(tiny_model, {"name": "full"}, **shared)

@@ -122,6 +122,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {"speculative_config": DRAFT_MODEL | {"model": "mistral"}},
         ["[KVP004]", "not plain full attention; use another drafter"],
     ),
+    "drafter with another cache dtype": (
+        SNAPKV,
+        {"speculative_config": DRAFT_MODEL | {"kv_cache_dtype": "fp8_e5m2"}},
+        ["[KVP004]", "'fp8_e5m2' is not that of the model's cache, 'auto'"],
+    ),
     "drafter of a model with windows": (
         SNAPKV,
         {"model": "hybrid", "speculative_config": DRAFT_MODEL},
@@ -195,10 +200,15 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {"model": "deep", "kv_cache_dtype": "fp8"},
         ["[KVP019]", "'fp8", "host memory"],
     ),
-    "fp8, retrieval and drafts": (
-        {"name": "quest"},
+    "fp8, retrieval on a device and drafts": (
+        {"name": "icecache", "index": "device", "host_memory": "64MiB"},
         {"model": "deep", "kv_cache_dtype": "fp8", "speculative_config": NGRAM},
-        ["[KVP019]", "'fp8", "verifies drafts"],
+        ["[KVP019]", "'fp8", "index 'device' has not been tried with it"],
+    ),
+    "fp8, spans and a drafter": (
+        {"name": "sekv"},
+        {"model": "deep", "kv_cache_dtype": "fp8", "speculative_config": DRAFT_MODEL},
+        ["[KVP019]", "'fp8", "host memory"],
     ),
     "fp8 and quantized sessions": (
         SNAPKV | {"session_dtype": "int8"},

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_hybrids import MOSTLY_SLIDING, write_tiny_hybrid
 from tiny_model import write_tokenizer
 
 
@@ -44,8 +46,8 @@ def write_copy_with_more_heads(folder: Path, model: str) -> Path:
     return _write(folder, model, state, num_key_value_heads=2 * heads)
 
 
-def write_calm_copy(folder: Path, model: str, gains: tuple[float, float]) -> Path:
-    """The model with smaller outputs of its two layers, so that heads can guess it.
+def write_calm_copy(folder: Path, model: str, gains: Sequence[float]) -> Path:
+    """The model with smaller outputs of its layers, so that heads can guess it.
 
     Args:
         gains: of the outputs of each layer.
@@ -157,6 +159,28 @@ def write_pair(folder: Path, model: str, method: str) -> tuple[str, dict[str, An
         return str(path), drafter(path, method)
     write = {"eagle": write_eagle_head, "eagle3": write_eagle3_head}[method]
     return calm, drafter(write(folder / "head", calm), method)
+
+
+def write_windowed_pair(folder: Path, seed: int) -> tuple[str, dict[str, Any]]:
+    """A model most of whose layers have a window, and an EAGLE head for it.
+
+    The head has full attention and computes the model's first layer, which adds little.
+
+    Returns:
+        As :func:`write_pair`.
+    """
+    model = write_tiny_hybrid(
+        folder / "whole", "mistral", seed, layer_types=MOSTLY_SLIDING
+    )
+    gains = (0.03,) * len(MOSTLY_SLIDING)
+    calm = str(write_calm_copy(folder / "model", str(model), gains))
+    head = write_eagle_head(folder / "head", calm)
+    config = _config(str(head))
+    for window in ("layer_types", "sliding_window"):
+        del config[window]
+    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (head / "config.json").write_text(json.dumps(config))
+    return calm, drafter(head, "eagle")
 
 
 def _config(model: str) -> dict[str, Any]:

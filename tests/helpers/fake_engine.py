@@ -34,6 +34,8 @@ LAYERS, KV_HEADS, GROUP, HEAD_DIM = 3, 2, 2, 8
 SCALE = HEAD_DIM**-0.5
 # [layer][KV head][compaction]: ascending positions
 Kept = list[list[list[int]]]
+# keys and values
+Parts = tuple[torch.Tensor, ...]
 
 
 @dataclass
@@ -125,6 +127,28 @@ def output_weights() -> torch.Tensor:
     return torch.randn(KV_HEADS * GROUP, HEAD_DIM, 24, generator=generator)
 
 
+def fp8_of_drafter(fp8: Fp8) -> Fp8:
+    """The drafter's own scales: its elements are others than the model's."""
+    scales = [
+        tuple(3.0 * scale for scale in each)
+        for each in (fp8.key_scales, fp8.value_scales)
+    ]
+    return Fp8(fp8.dtype, fp8.read_dtype, *scales)
+
+
+def fp8_elements(fp8: Fp8, keys: torch.Tensor, values: torch.Tensor) -> Parts:
+    """Elements of an fp8 cache, uint8 [LAYERS, ...] as given."""
+    return tuple(
+        torch.stack(
+            [
+                (layer / scale).to(fp8.dtype).view(torch.uint8)
+                for layer, scale in zip(part, scales, strict=True)
+            ]
+        )
+        for part, scales in ((keys, fp8.key_scales), (values, fp8.value_scales))
+    )
+
+
 class FakeEngine:
     """Runs requests under a policy, and checks the cache in every step.
 
@@ -161,8 +185,9 @@ class FakeEngine:
         self.heap = Heap(pages, layout, LAYERS, blocks, KV_HEADS, fp8)
         self.draft_heap = None
         if drafts:
-            more = torch.full((2 * rows, layout.page_elems), torch.nan)
-            self.draft_heap = Heap(more, layout, LAYERS, blocks, 2 * KV_HEADS)
+            more = pages.new_full((2 * rows, layout.page_elems), self.unowned)
+            own = None if fp8 is None else fp8_of_drafter(fp8)
+            self.draft_heap = Heap(more, layout, LAYERS, blocks, 2 * KV_HEADS, own)
         size = pages.itemsize
         per_token = 2 * LAYERS * KV_HEADS * HEAD_DIM * size
         geometry = Geometry(block, LAYERS, KV_HEADS, per_token, HEAD_DIM, size)
@@ -241,22 +266,15 @@ class FakeEngine:
         fp8 = self.heap.fp8
         if fp8 is None:
             return
-        for part, scales in self._scaled(request.keys, request.values):
+        parts = request.keys, request.values
+        for part, elements, scales in zip(
+            parts,
+            fp8_elements(fp8, *parts),
+            (fp8.key_scales, fp8.value_scales),
+            strict=True,
+        ):
             for layer, scale in enumerate(scales):
-                elements = self._elements(part[layer], scale)
-                part[layer] = fp8.dequantized(elements, scale)
-
-    def _scaled(
-        self, keys: torch.Tensor, values: torch.Tensor
-    ) -> list[tuple[torch.Tensor, tuple[float, ...]]]:
-        assert self.heap.fp8 is not None
-        scales = self.heap.fp8.key_scales, self.heap.fp8.value_scales
-        return list(zip((keys, values), scales, strict=True))
-
-    def _elements(self, values: torch.Tensor, scale: float) -> torch.Tensor:
-        """Elements of an fp8 cache, uint8."""
-        assert self.heap.fp8 is not None
-        return (values / scale).to(self.heap.fp8.dtype).view(torch.uint8)
+                part[layer] = fp8.dequantized(elements[layer], scale)
 
     def _hit(self, request: Request) -> None:
         """Let a request start behind the part of its prefix that others computed."""
@@ -378,25 +396,20 @@ class FakeEngine:
         return rows
 
     def _write(self, request: Request, start: int, stop: int) -> None:
-        parts = [part[:, :, start:stop] for part in (request.keys, request.values)]
-        if self.heap.fp8 is not None:
-            parts = [
-                torch.stack(list(map(self._elements, part, scales)))
-                for part, scales in self._scaled(*parts)
-            ]
+        parts = tuple(p[:, :, start:stop] for p in (request.keys, request.values))
         self._scatter(self.heap, request, start, parts)
         if self.draft_heap is not None:
-            twice = [part.repeat_interleave(2, 1) for part in parts]
+            twice = tuple(part.repeat_interleave(2, 1) for part in parts)
             self._scatter(self.draft_heap, request, start, twice)
 
-    def _scatter(
-        self, heap: Heap, request: Request, start: int, parts: list[torch.Tensor]
-    ) -> None:
+    def _scatter(self, heap: Heap, request: Request, start: int, parts: Parts) -> None:
         """Write keys and values of a request into a heap.
 
         Args:
-            parts: two [LAYERS, KV heads, tokens, HEAD_DIM].
+            parts: two float32 [LAYERS, KV heads, tokens, HEAD_DIM].
         """
+        if heap.fp8 is not None:
+            parts = fp8_elements(heap.fp8, *parts)
         at = torch.arange(start, start + parts[0].shape[2])
         block = torch.tensor(request.table)[at // self.block]
         pages = heap.page_ids(block).reshape(-1)

@@ -7,6 +7,7 @@ is computed is what the kernels compute; pages have the natural order.
 from __future__ import annotations
 
 import functools
+from itertools import product
 from typing import Any
 
 import torch
@@ -29,6 +30,30 @@ def install() -> None:
         ("cpu_attention_with_kv_cache", _attend),
     ):
         setattr(ops, name, _unless_plain(getattr(ops, name), function))
+
+
+def compute_tokens_alone() -> None:
+    """Let linear layers compute each token of a step by itself.
+
+    Then no bit of a token depends on how many others its step has. In an fp8 cache the
+    last bit of a key may decide to which of two elements it is rounded.
+    """
+    from vllm.model_executor.layers import utils
+
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatched(layer: Any, *args: Any, **kwargs: Any) -> None:
+        dispatch(layer, *args, **kwargs)
+        linear = layer.cpu_linear
+
+        def by_token(x: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+            if len(x) == 1 or not len(x):
+                return linear(x, weight, bias)
+            return torch.cat([linear(row, weight, bias) for row in x.split(1)])
+
+        layer.cpu_linear = by_token
+
+    utils.dispatch_cpu_unquantized_gemm = dispatched
 
 
 def _unless_plain(stock: Any, function: Any) -> Any:
@@ -93,10 +118,11 @@ def _attend(
         keys = keys.contiguous().view(dtype).float() * k_scale
         values = values.contiguous().view(dtype).float() * v_scale
         queries = query[own].float().unflatten(1, (len(keys), -1))
-        logits = torch.einsum("nhgd,htd->hgnt", queries, keys) * scale
-        new = own.stop - own.start
-        order = torch.arange(length)
-        seen = order <= order[length - new :, None]
-        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-        attended = torch.einsum("hgnt,htd->nhgd", weights, values)
-        output[own] = attended.flatten(1, 2).view(output[own].shape)
+        # [new tokens, KV heads, group, head_dim]
+        attended = output[own].view(queries.shape)
+        first = length - len(queries) + 1
+        # One by one, so that no bit depends on the other new tokens of a step.
+        for token, head in product(range(len(queries)), range(len(keys))):
+            seen = slice(0, first + token)
+            logits = queries[token, head] @ keys[head, seen].T * scale
+            attended[token, head] = logits.softmax(-1) @ values[head, seen]

@@ -44,7 +44,7 @@ def kernel(request):
     return partial(of_backend, request.param)
 
 
-def of_triton(case, *, out=None, splits=None):
+def of_triton(case, *, out=None, splits=None, fp8=None):
     from vllm_kvplugins.ops.triton.paged_attention import NewTokens, attend_paged
 
     one_each = max(case.asking) == min(case.asking) == 1
@@ -57,6 +57,7 @@ def of_triton(case, *, out=None, splits=None):
         case.scale,
         case.coarse,
         rules=case.rules,
+        fp8=fp8,
         out=out,
         splits=splits,
     )
@@ -324,6 +325,70 @@ def test_capped_logits_and_learned_sinks(kernel, softcap, has_sinks, splits, dty
     plain, _ = case.run(kernel, splits=splits)
     ruled, _ = assert_right(replace(case, rules=rules), kernel, splits=splits)
     assert rules.plain or not torch.allclose(plain, ruled, atol=1e-2)
+
+
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("fp8", FP8, ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_fp8_elements(dtype, splits, fp8):
+    """Errors are at most twice those of torch with dequantized keys and values. Coarse
+    entries next to them are plain.
+    """
+    from vllm_kvplugins.ops.triton.paged_attention import Fp8Elements
+
+    scales = torch.tensor([0.5, 0.03125])
+    case = make_case(dtype, [1, 9], [300, 1, 70, 9], entries=[3, 0, 2, 9])
+    elements = case.heap.cpu().to(fp8)
+    planes = (elements.to(dtype).view(-1, 2, case.layout.head_dim).mT * scales).mT
+    heap = planes.reshape(elements.shape).to(dtype)
+    of_fp8 = partial(of_triton, fp8=Fp8Elements(fp8, *scales.tolist()), splits=splits)
+    exact, exact_lse = replace(case, heap=heap).right(torch.float64)
+    plain, _ = replace(case, heap=heap).right(dtype)
+    out, lse = replace(case, heap=elements.view(torch.uint8).to(DEVICE)).run(of_fp8)
+    assert out.dtype == dtype
+    assert (out.cpu() - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
+    torch.testing.assert_close(lse.double().cpu(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fp8", FP8, ids=str)
+def test_mixed_attention_over_fp8_pages(fp8):
+    """As drafts are verified under retrieval: the caller applies the scales."""
+    from vllm_kvplugins.ops.mixed_attention import _attend_on_gpu
+
+    case = make_case(torch.float32, [1, 1], [300, 1, 70, 9])
+    elements = case.heap.cpu().to(fp8)
+    plain = replace(case, heap=elements.float())
+    kv = PagedKV(elements.to(DEVICE), case.layout)
+    out, lse = _attend_on_gpu(
+        case.queries, kv, case.page_table, case.lengths, case.scale, None
+    )
+    expected, expected_lse = plain.right(torch.float64)
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fp8", FP8, ids=str)
+def test_every_fp8_element(fp8):
+    """One token gets all the attention, so its values come out as they are."""
+    from vllm_kvplugins.ops.triton.paged_attention import Fp8Elements
+
+    case = make_case(torch.float32, [1], [1], head_dim=256, group=1)
+    page, codes = int(case.page_table[0, 0]), torch.arange(256, dtype=torch.uint8)
+    heap = torch.zeros(case.heap.shape, dtype=torch.uint8)
+    values = codes[None]
+    at, slot = torch.tensor([page]), torch.tensor([0])
+    kv = PagedKV(heap, case.layout.to("cpu"))
+    ops.scatter_tokens(kv, at, slot, torch.zeros_like(values), values)
+    expected = codes.view(fp8).float()
+    out, _ = replace(case, heap=heap.to(DEVICE)).run(
+        partial(of_triton, fp8=Fp8Elements(fp8, 1.0, 2.0))
+    )
+    finite = expected.isfinite()
+    assert finite.sum() >= 248
+    assert torch.equal(out[0, 0].cpu()[finite], 2 * expected[finite])
 
 
 def test_large_scores(kernel):

@@ -205,10 +205,15 @@ def answered(fake: RetrievingEngine) -> Request:
     return request
 
 
-def engine(name: str, fp8: Fp8 | None = None, **settings: Any) -> RetrievingEngine:
+def engine(
+    name: str,
+    fp8: Fp8 | None = None,
+    kind: type[RetrievingEngine] = RetrievingEngine,
+    **settings: Any,
+) -> Any:
+    """An engine of a kind under a retriever with small budgets."""
     base = {"sinks": SINKS, "window": WINDOW, "skip_layers": SKIP}
     if "page_tokens" in get_policy_class(name).model_fields:
         base["page_tokens"] = 3
-    return RetrievingEngine(
-        {"name": name, "budget": 9, **base, **settings}, BLOCK, BLOCKS, fp8=fp8
-    )
+    config = {"name": name, "budget": 9, **base, **settings}
+    return kind(config, BLOCK, BLOCKS, fp8=fp8)

@@ -205,7 +205,10 @@ class SimulatedGPU(TorchDispatchMode):
 
     def send(self, target: torch.Tensor, numbers: torch.Tensor) -> None:
         """Start an asynchronous copy to the host."""
-        target.fill_(torch.nan if target.is_floating_point() else -(2**30))
+        if target.dtype == torch.uint8:
+            target.fill_(127)  # NaN of e4m3
+        else:
+            target.fill_(torch.nan if target.is_floating_point() else -(2**30))
         with self._lock:
             self.sent.append((target, numbers.clone()))
 

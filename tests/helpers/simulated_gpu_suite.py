@@ -71,18 +71,20 @@ def test_what_is_on_its_way_to_the_host_is_not_there(gpu: SimulatedGPU):
         assert results.result().tolist() == [1]
 
 
-@pytest.mark.parametrize("draft_layers", [0, 2])
+@pytest.mark.parametrize(
+    ("draft_layers", "fp8"), [(0, False), (2, False), (0, True)], ids=str
+)
 @pytest.mark.parametrize("policy", policies(drop), ids=lambda p: p["name"])
 def test_eviction_on_a_gpu_is_that_on_a_cpu(
-    monkeypatch, policy: dict[str, Any], draft_layers: int
+    monkeypatch, policy: dict[str, Any], draft_layers: int, fp8: bool
 ):
-    """Without a drafter, and with the layers of one."""
+    """Without a drafter, with the layers of one, and with an fp8 cache."""
     monkeypatch.setenv("KVP_OPS", "torch")
     results, waits = {}, []
     for device in (torch.device("cpu"), CUDA):
         tables = []
         with on(device) as gpu:
-            life = Life(policy, device, draft_layers)
+            life = Life(policy, device, draft_layers, fp8)
             while life.computed["short"] < PROMPTS["short"] + ANSWER:
                 before = len(gpu.waits) if gpu else 0
                 rows = life.rows()

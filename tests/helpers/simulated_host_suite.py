@@ -54,10 +54,17 @@ RETRIEVERS += [configure("icecache", RETRIEVERS[0] | {"host_dtype": "int8"})]
 RETRIEVERS += [configure("icecache", RETRIEVERS[0] | {"lazy_index": True})]
 
 
+OF_FP8 = [policy for policy in RETRIEVERS if "host_dtype" not in policy]
+
+
 @pytest.mark.parametrize(
-    "policy", RETRIEVERS, ids=lambda p: "-".join(map(str, p.values()))
+    ("policy", "fp8"),
+    [(policy, False) for policy in RETRIEVERS] + [(policy, True) for policy in OF_FP8],
+    ids=lambda p: "-".join(map(str, p.values())) if isinstance(p, dict) else str(p),
 )
-def test_retrieval_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]):
+def test_retrieval_on_a_gpu_is_that_on_a_cpu(
+    monkeypatch, policy: dict[str, Any], fp8: bool
+):
     """Fetched tokens and their slots; the host waits only for queries."""
     methods = ("_fetch_ahead", "forget", "detach")
     without_inference_mode(
@@ -67,7 +74,7 @@ def test_retrieval_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]
     for device in (torch.device("cpu"), CUDA):
         tables = []
         with on(device) as gpu:
-            life = Life(policy, device)
+            life = Life(policy, device, fp8=fp8)
             while life.computed["short"] < PROMPTS["short"] + 4 * ANSWER:
                 before = len(gpu.waits) if gpu else 0
                 rows = life.rows()

@@ -14,7 +14,7 @@ from policy_settings import configure, drop, policies_that, retrieve, shares_pag
 from simulated_cuda import GpuTensor, SimulatedGPU
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.heap import FP8_DTYPES, Fp8, Heap
 from vllm_kvplugins.engine.probing import ProbeModel
 from vllm_kvplugins.engine.requests import Row
 from vllm_kvplugins.engine.runtime import PolicyRuntime
@@ -50,10 +50,15 @@ class Life:
 
     Args:
         draft_layers: of a drafter with twice the KV heads; 0: there is no drafter.
+        fp8: whether the elements of the cache are fp8, with another scale per layer.
     """
 
     def __init__(
-        self, policy: dict[str, Any], device: torch.device, draft_layers: int = 0
+        self,
+        policy: dict[str, Any],
+        device: torch.device,
+        draft_layers: int = 0,
+        fp8: bool = False,
     ) -> None:
         print("seed", SEED)
         self.device = device
@@ -61,8 +66,14 @@ class Life:
         self.rng = rng
         layout = PageLayout.interleaved(BLOCK, HEAD_DIM)
         shape = (LAYERS * BLOCKS * KV_HEADS, layout.page_elems)
-        pages = self.here(torch.randn(shape, generator=rng))
-        heap = Heap(pages, layout.to(device), LAYERS, BLOCKS, KV_HEADS)
+        pages = torch.randn(shape, generator=rng)
+        elements = None
+        if fp8:
+            pages = pages.to(FP8_DTYPES["fp8"]).view(torch.uint8)
+            scales = tuple(2.0**-layer for layer in range(LAYERS))
+            elements = Fp8(FP8_DTYPES["fp8"], torch.float32, scales, scales[::-1])
+        pages = self.here(pages)
+        heap = Heap(pages, layout.to(device), LAYERS, BLOCKS, KV_HEADS, elements)
         self.heap = heap
         self.draft_heap: Heap | None = None
         if draft_layers:
@@ -71,7 +82,11 @@ class Life:
             self.draft_heap = Heap(
                 drafted, layout.to(device), draft_layers, BLOCKS, 2 * KV_HEADS
             )
-        geometry = Geometry(BLOCK, LAYERS, KV_HEADS, 2 * LAYERS * KV_HEADS * 32)
+        element_bytes = 1 if fp8 else 4
+        token_bytes = 2 * LAYERS * KV_HEADS * HEAD_DIM * element_bytes
+        geometry = Geometry(
+            BLOCK, LAYERS, KV_HEADS, token_bytes, HEAD_DIM, element_bytes
+        )
         self.runtime = PolicyRuntime(parse_policy(policy), geometry)
         rotary = make_rotary(HEAD_DIM)
         for field in fields(rotary):

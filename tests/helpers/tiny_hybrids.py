@@ -7,6 +7,7 @@ make attention peaked (see ``tiny_model``), and have a window of 64 tokens: two 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Attention of a model's layers: as many full ones as in the smallest real group.
 _ALTERNATING = [_SLIDING, _FULL] * 2
 # As Gemma 3: one full layer behind several with a window, in several groups.
-_MOSTLY_SLIDING = [_SLIDING, _SLIDING, _FULL] * 2
+MOSTLY_SLIDING = [_SLIDING, _SLIDING, _FULL] * 2
 
 
 def _gemma3() -> Any:
@@ -40,20 +41,20 @@ def _gemma3() -> Any:
 
     return Gemma3TextConfig(
         **_COMMON,
-        num_hidden_layers=len(_MOSTLY_SLIDING),
-        layer_types=_MOSTLY_SLIDING,
+        num_hidden_layers=len(MOSTLY_SLIDING),
+        layer_types=MOSTLY_SLIDING,
         query_pre_attn_scalar=32,
     )
 
 
-def _mistral() -> Any:
+def _mistral(layer_types: Sequence[str] = _ALTERNATING) -> Any:
     from transformers import MistralConfig
 
     # As Ministral: vLLM reads ``layer_types``.
     return MistralConfig(
         **_COMMON,
-        num_hidden_layers=len(_ALTERNATING),
-        layer_types=_ALTERNATING,
+        num_hidden_layers=len(layer_types),
+        layer_types=list(layer_types),
         architectures=["MistralForCausalLM"],
     )
 
@@ -118,7 +119,7 @@ FEATURES = {
     "gpt_oss": ("gpt-oss", "sliding window or full, learned sinks; MoE"),
     "gemma2": ("Gemma 2", "sliding window or full, capped logits"),
 }
-MODELS = {
+MODELS: dict[str, Callable[..., Any]] = {
     "gemma3": _gemma3,
     "mistral": _mistral,
     "llama4": _llama4,
@@ -127,11 +128,15 @@ MODELS = {
 }
 
 
-def write_tiny_hybrid(folder: Path, name: str, seed: int) -> Path:
-    """Config, random weights and tokenizer of one of ``MODELS``."""
+def write_tiny_hybrid(folder: Path, name: str, seed: int, **settings: Any) -> Path:
+    """Config, random weights and tokenizer of one of ``MODELS``.
+
+    Args:
+        settings: of its function in ``MODELS``.
+    """
     from transformers import AutoModelForCausalLM
 
-    config = MODELS[name]()
+    config = MODELS[name](**settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)

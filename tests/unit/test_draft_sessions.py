@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engine import HEAD_DIM, KV_HEADS, LAYERS, Request
+from fake_engine import HEAD_DIM, KV_HEADS, LAYERS, Request, fp8_elements
 from fake_sessions import SessionEngine
 from test_flowkv import contents, flow
 from test_sessions_runtime import (
@@ -30,6 +30,7 @@ from test_sessions_runtime import (
 from test_snapshots import fails
 
 from vllm_kvplugins.engine import retained_regions
+from vllm_kvplugins.engine.heap import Fp8
 from vllm_kvplugins.engine.page_table import PageTables
 from vllm_kvplugins.ops import gather_tokens
 from vllm_kvplugins.plan.geometry import Geometry
@@ -53,9 +54,11 @@ def _as_in_an_engine() -> Iterator[None]:
         yield
 
 
-def engine_with_drafter(policy: Any, dtype: SessionDtype = "auto") -> SessionEngine:
+def engine_with_drafter(
+    policy: Any, dtype: SessionDtype = "auto", fp8: Fp8 | None = None
+) -> SessionEngine:
     return SessionEngine(
-        policy, BLOCK, 80, sessions=True, session_dtype=dtype, drafts=True
+        policy, BLOCK, 80, sessions=True, session_dtype=dtype, fp8=fp8, drafts=True
     )
 
 
@@ -140,6 +143,59 @@ def test_a_session_can_be_cut_off(max_tokens):
     check_copied(engine, request)
     run(engine, request, 9)
     check_copied(engine, request)
+    engine.remove("r")
+    engine.check_idle()
+
+
+def check_drafters_elements(engine: SessionEngine, request: Request) -> None:
+    """The draft layers hold the elements that the drafter wrote, bit for bit."""
+    heap = engine.draft_heap
+    assert heap is not None
+    assert heap.fp8 is not None
+    written = fp8_elements(heap.fp8, request.keys, request.values)
+    held = draft_contents(engine, request)
+    assert len(held) > heap.rows * BLOCK
+    for (layer, head, position), both in held.items():
+        pair = [part[layer, head // 2, position] for part in written]
+        assert both == torch.cat(pair).numpy().tobytes(), (layer, head, position)
+
+
+@pytest.mark.parametrize("name", ["flowkv", "snapkv"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fp8_elements_of_the_drafter_move_bit_by_bit(tmp_path, name, dtype):
+    """In compactions and through the file of a session. The drafter has scales of its
+    own, and so other elements than the model."""
+    scales = [0.3 + layer / 10 for layer in range(LAYERS)]
+    fp8 = Fp8(dtype, torch.float32, tuple(scales), tuple(scales[::-1]))
+    policy = flow("snapkv", ratio=0.4) if name == "flowkv" else small(name)
+    engine = engine_with_drafter(policy, fp8=fp8)
+    request = engine.add("r", 60, 80, (30,))
+    while request.generated < 25:
+        engine.step({"r": 9})
+    assert request.kept
+    check_drafters_elements(engine, request)
+    retained = contents(engine, request)
+    held = of_draft_layers(retained)
+    drafters = draft_contents(engine, request)
+    assert held.keys() <= drafters.keys(), "they keep other tokens than the model"
+    assert any(drafters[place] != both for place, both in held.items())
+    saved = engine.save("r")
+    engine.remove("r")
+    tokens = torch.arange(saved.tokens).int().numpy()
+    files = SessionFolder(tmp_path, Identity.of(model="m"))
+    files.prepare()
+    files.write(
+        Session("s", "o", tokens, saved.compaction, saved.num_bytes, saved.first_query),
+        0,
+        saved,
+    )
+    read = files.read("s", 0)
+    assert [part.retained.dtype for part in read.parts] == [torch.uint8] * 2
+    request = engine.resume(request, read, 100, 10, (30,))
+    assert request.computed == saved.tokens
+    check_drafters_elements(engine, request)
+    run(engine, request, 9)
+    check_drafters_elements(engine, request)
     engine.remove("r")
     engine.check_idle()
 

@@ -5,13 +5,25 @@ The fake engine compares attention with that over dequantized keys and values.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
-from fake_engine import HEAD_DIM, KV_HEADS, LAYERS
-from retrieving_engine import RETRIEVERS, SINKS, answered, engine
+from fake_attention import attend
+from fake_engine import HEAD_DIM, KV_HEADS, LAYERS, Request
+from retrieving_engine import (
+    RETRIEVERS,
+    SINKS,
+    SKIP,
+    RetrievingEngine,
+    answered,
+    engine,
+)
 
 from vllm_kvplugins import ops
 from vllm_kvplugins.engine.heap import Fp8
+from vllm_kvplugins.engine.requests import Row
 from vllm_kvplugins.index import BruteForceIndex, Keys
 from vllm_kvplugins.index.compiled import CompiledIndex
 from vllm_kvplugins.ops.hot_set import HostPages, HotSet, fill_hot
@@ -65,6 +77,115 @@ def test_prompt_tokens_attend_to_all_earlier_tokens(name, prefill_block):
     while not request.done:
         fake.step({"r": 10})
     assert (fake.prompt_tokens_checked > 40) == (prefill_block is not None)
+
+
+class VerifyingEngine(RetrievingEngine):
+    """Generated tokens are verified several at a time, as accepted drafts.
+
+    Attributes:
+        drafted: what rows with drafts attended to has been compared for so many tokens.
+    """
+
+    drafted = 0
+
+    def step(self, chunks: dict[str, int]) -> None:
+        clipped = {}
+        for name, chunk in chunks.items():
+            request = self.requests[name]
+            if request.computed >= request.prompt:
+                chunk = min(chunk, request.answer - request.generated)
+                chunk = self.plan(name).clip_chunk(request.computed, chunk, 1)
+                request.generated += chunk - 1
+            clipped[name] = chunk
+        super().step(clipped)
+
+    def _schedule(self, chunks: dict[str, int]) -> list[Row]:
+        rows = [
+            replace(row, draft_tokens=row.new_tokens - 1)
+            if row.computed_tokens >= row.prompt_tokens
+            and self._due(row) is None
+            and self._offloaded(row.request_id)
+            else row
+            for row in super()._schedule(chunks)
+        ]
+        self._rows = rows
+        return rows
+
+    def _offloaded(self, name: str) -> bool:
+        state = self.retrieval._requests.get(name)
+        return state is not None and state.tokens > 0
+
+    def _check_attention(self, row: Row, pages: Any, lengths: Any) -> None:
+        if not row.draft_tokens:
+            super()._check_attention(row, pages, lengths)
+            return
+        request, retrieval = self.requests[row.request_id], self.retrieval
+        retrieve, selected = retrieval._retrieve, []
+
+        def noting(batch: Any, layer: int, queries: torch.Tensor) -> None:
+            retrieve(batch, layer, queries)
+            selected.append(retrieval.hot_tokens(row.request_id, layer).clone())
+
+        retrieval._retrieve = noting
+        attended = {layer: self._attended(layer) for layer in self._layers}
+        retrieval._retrieve = retrieve
+        for number, hot in enumerate(selected):
+            place, layer = number % row.new_tokens, SKIP + number // row.new_tokens
+            self._check_token(request, row, layer, place, hot, attended[layer])
+
+    def _check_token(
+        self,
+        request: Request,
+        row: Row,
+        layer: int,
+        place: int,
+        hot: torch.Tensor,
+        attended: torch.Tensor,
+    ) -> None:
+        """One new token attends to its own selection, sinks and recent tokens."""
+        seen = row.computed_tokens + place + 1
+        offloaded = slice(SINKS, SINKS + self.retrieval._requests[request.name].tokens)
+        query = request.queries[layer, seen - 1]
+        keys, values = request.keys[layer, :, :seen], request.values[layer, :, :seen]
+        if self.runtime.policy.name == "exact-topk":
+            heads = query.view(KV_HEADS, -1, HEAD_DIM)
+            logits = heads @ keys[:, offloaded].mT * HEAD_DIM**-0.5
+            best = logits.softmax(-1).sum(1).topk(hot.shape[1]).indices
+            assert best.sort().values.equal(hot.sort().values)
+        visible = torch.ones(KV_HEADS, seen, dtype=torch.bool)
+        visible[:, offloaded] = False
+        visible.scatter_(1, hot + SINKS, True)
+        expected = attend(
+            query[None, None], keys[None], values[None], visible[None, :, None]
+        )
+        got = attended[row.first_query + place].double().view(expected.shape)
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+        self.drafted += 1
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", RETRIEVERS)
+@pytest.mark.parametrize("dtype", [*DTYPES, None])
+def test_each_draft_attends_to_what_it_selects(name, dtype, backend):
+    """Also with plain elements (None), in one cache of two requests."""
+    if (name, backend) == ("icecache", "torch"):
+        pytest.skip("its index is compiled")
+    fake = engine(name, fp8=fp8(dtype) if dtype else None, kind=VerifyingEngine)
+    requests = [fake.add(each, 43, 40) for each in ("r", "other")]
+    with torch.inference_mode():
+        while not all(request.done for request in requests):
+            going = [request for request in requests if not request.done]
+            fake.step(
+                {
+                    request.name: 11 if request.computed < request.prompt else 4
+                    for request in going
+                }
+            )
+    layers = len(fake._layers)
+    assert fake.drafted > 2 * 20 * layers
+    for request in requests:
+        fake.remove(request.name)
+    fake.check_idle()
 
 
 def test_the_host_holds_half_of_bfloat16():

@@ -56,10 +56,16 @@ def with_tools(monkeypatch, *tools: str, packages: tuple[str, ...] = ()) -> None
     )
 
 
-def config(dtype: torch.dtype = torch.bfloat16, head_size: int = 64) -> Any:
+def config(
+    dtype: torch.dtype = torch.bfloat16, head_size: int = 64, cache: str = "auto"
+) -> Any:
     model = SimpleNamespace(dtype=dtype, get_head_size=lambda: head_size)
     return SimpleNamespace(
-        model_config=model, attention_config=SimpleNamespace(backend=None)
+        model_config=model,
+        attention_config=SimpleNamespace(backend=None),
+        cache_config=SimpleNamespace(
+            cache_dtype=cache, kv_cache_dtype_skip_layers=None
+        ),
     )
 
 
@@ -99,6 +105,43 @@ def test_a_cpu_supports_the_usual_head_sizes(size):
 def test_a_head_size_that_the_cpu_kernel_lacks_is_refused(size):
     (problem,) = kernel_choice.problems(config(head_size=size), asked())
     assert codes_in(problem) == ("KVP025",)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_only_our_kernel_reads_fp8_on_a_gpu():
+    asking = config(cache="fp8")
+    assert kernel_choice.problems(asking, asked("triton")) == []
+    assert kernel_choice.resolve_kernel(asked(), asking) == asked("triton")
+    for kernel in ("flash", "flashinfer"):
+        (problem,) = kernel_choice.problems(asking, asked(kernel))
+        assert codes_in(problem) == ("KVP025",)
+        assert "use 'triton' or 'auto'" in problem
+
+
+@pytest.mark.parametrize(
+    ("cache", "capability", "words"),
+    [
+        ("fp8", 89, []),
+        ("fp8_e4m3", 90, []),
+        ("auto", 80, []),
+        ("fp8_e5m2", 90, ["fp8_e4m3 only"]),
+        ("fp8", 86, ["8.9 or more"]),
+        ("fp8_e5m2", 80, ["fp8_e4m3 only", "8.9 or more"]),
+    ],
+)
+def test_fp8_on_a_gpu_needs_what_writes_the_cache(
+    monkeypatch, cache, capability, words
+):
+    gpu = platform("cuda")
+    gpu.has_device_capability = lambda least: capability >= least
+    monkeypatch.setattr("vllm.platforms.current_platform", gpu)
+    asking = config(cache=cache)
+    asking.speculative_config = None
+    problems = validation.fp8_problems(asking, parse_policy("snapkv"))
+    assert len(problems) == len(words)
+    for problem, part in zip(problems, words, strict=True):
+        assert codes_in(problem) == ("KVP019",)
+        assert part in problem
 
 
 @pytest.mark.usefixtures("cuda")

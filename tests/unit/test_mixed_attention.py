@@ -17,6 +17,7 @@ from vllm_kvplugins.ops.layout import PageLayout
 
 SEED = 20261122
 DTYPES = [torch.float32, torch.bfloat16]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 NUM_PAGES = 31
 
 
@@ -173,6 +174,55 @@ def test_large_scores(backend, dtype):
     torch.testing.assert_close(lse.double(), exact_lse, rtol=2e-6, atol=0)
 
 
+def fp8_pages(case: Case, dtype: torch.dtype) -> tuple[Case, torch.Tensor]:
+    """The case over pages of fp8, and the same pages as float32; unused slots NaN."""
+    elements = case.heap.to(dtype)
+    return replace(case, heap=elements), elements.float()
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize("kind", ["transposed", "natural", "interleaved", "permuted"])
+@pytest.mark.parametrize("group", [1, 3, 7])
+@pytest.mark.parametrize(("block", "dims"), [(16, 64), (32, 80), (32, 128), (5, 7)])
+@pytest.mark.parametrize("queries", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_pages_of_fp8(backend, dtype, queries, block, dims, group, kind):
+    """Errors are at most twice those of torch with dequantized keys and values in the
+    dtype of the queries; the scales are no powers of two."""
+    key_scale, value_scale = 0.3, 0.7
+    lengths = [0, 1, block, 3 * block + 1, 20 * block, 19 * block - 3]
+    layout = make_layout(kind, block, dims, SEED)
+    plain = make_case(layout, torch.float32, group, lengths, [0] * 6)
+    plain = replace(plain, queries=plain.queries.to(queries))
+    case, values = fp8_pages(plain, dtype)
+    scaled = replace(
+        case, queries=case.queries.float(), scale=case.scale * key_scale, coarse=None
+    )
+    out, lse = scaled.run()
+    out = (out * value_scale).to(queries)
+    is_key = torch.zeros(layout.page_elems, dtype=torch.bool)
+    is_key[layout.k_offsets.long()] = True
+    dequantized = values * torch.where(is_key, key_scale, value_scale)
+    exact, exact_lse = replace(case, heap=dequantized).right(torch.float64)
+    rounded = replace(case, heap=dequantized.to(queries))
+    torchs, _ = rounded.right(queries)
+    assert out.isfinite().all()
+    allowed = 2 * (torchs - exact).abs().max() + 1e-6
+    assert (out - exact).abs().max() <= allowed
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_pages_of_fp8_give_the_bits_of_their_values(backend, dtype):
+    """Also next to coarse entries."""
+    layout = PageLayout.transposed_keys(32, 64)
+    lengths = [600, 31, 0, 1]
+    plain = make_case(layout, torch.float32, 3, lengths, [300, 3, 0, 9])
+    case, values = fp8_pages(plain, dtype)
+    for result, same in zip(case.run(), replace(case, heap=values).run(), strict=True):
+        assert torch.equal(result, same)
+
+
 def test_nothing_to_attend_to(backend):
     """No token, and no entry or only disabled ones."""
     case = make_case(PageLayout.natural(16, 64), torch.float32, 2, [0] * 4, [0] * 4)
@@ -283,7 +333,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "heap": (
         {"heap": torch.zeros(31, 2048, dtype=torch.float16)},
-        "heap must be float32 or bfloat16",
+        "heap must be float32, bfloat16, float8_e4m3fn or float8_e5m2",
+    ),
+    "elements without a type": (
+        {"heap": torch.zeros(31, 2048, dtype=torch.uint8)},
+        "heap must be float32, bfloat16, float8_e4m3fn or float8_e5m2",
     ),
 }
 BAD_ENTRIES: dict[str, tuple[dict[str, Any], str]] = {

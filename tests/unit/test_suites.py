@@ -67,8 +67,8 @@ def test_kernels_on_torch():
 
 
 def test_a_simulated_gpu():
-    assert run_suite("simulated_gpu_suite.py") >= 46
-    assert run_suite("simulated_host_suite.py") >= 13
+    assert run_suite("simulated_gpu_suite.py") >= 82
+    assert run_suite("simulated_host_suite.py") >= 31
     assert run_suite("simulated_direct_suite.py") >= 18
     assert run_suite("simulated_selection_suite.py") >= 5
 

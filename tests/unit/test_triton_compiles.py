@@ -36,8 +36,9 @@ pytestmark = [
     ),
 ]
 # shared memory in bytes per program, by compute capability
-SHARED = {100: 227 << 10, 90: 227 << 10, 80: 163 << 10}
+SHARED = {100: 227 << 10, 90: 227 << 10, 89: 99 << 10, 80: 163 << 10}
 BF16, FP32 = torch.bfloat16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HEADS, GROUP = 2, 4
 
 
@@ -110,6 +111,7 @@ def attend(
     pages: int = 5,
     shift: int = 0,
     rules: bool = False,
+    fp8: torch.dtype | None = None,
 ) -> None:
     """A call of the kernels; only shapes, types and addresses matter."""
     tokens = rows * max_per_row
@@ -126,7 +128,7 @@ def attend(
             max_per_row,
         ),
         PagedKV(
-            torch.zeros(3, block * 2 * head_dim, dtype=dtype),
+            torch.zeros(3, block * 2 * head_dim, dtype=torch.uint8 if fp8 else dtype),
             PageLayout.interleaved(block, head_dim),
         ),
         lists.view(rows * HEADS, pages),
@@ -134,6 +136,7 @@ def attend(
         head_dim**-0.5,
         coarse,
         rules=LogitRules(torch.zeros(HEADS * GROUP), 30.0) if rules else PLAIN,
+        fp8=paged_attention.Fp8Elements(fp8, 0.5, 0.25) if fp8 else None,
         splits=splits,
     )
 
@@ -161,6 +164,10 @@ def assert_fits(kernels: list[Any], capability: int, names: list[str]) -> None:
         (90, {"splits": 4, "head_dim": 128, "dtype": FP32}),
         (90, {"splits": 4, "head_dim": 128, "rules": True}),
         (80, {"head_dim": 256, "max_per_row": 9, "rules": True}),
+        (90, {"splits": 4, "head_dim": 128, "fp8": E4M3}),
+        (90, {"head_dim": 256, "block": 128, "max_per_row": 9, "fp8": E5M2}),
+        (100, {"splits": 4, "head_dim": 128, "fp8": E4M3}),
+        (89, {"head_dim": 128, "max_per_row": 9, "fp8": E4M3}),
         (80, {"splits": 4, "head_dim": 128}),
         (80, {"head_dim": 256, "max_per_row": 9}),
         (80, {"head_dim": 256, "max_per_row": 9, "dtype": FP32, "block": 128}),
@@ -262,17 +269,18 @@ def test_a_server_s_steps_share_a_kernel(kernels):
     assert len({id(kernel) for kernel in kernels}) == 2
 
 
-def test_loads_of_keys_and_values_are_wide(kernels):
-    """16 bytes per load, although little is known before the launch; page ids have 4
+@pytest.mark.parametrize(("fp8", "width"), [(None, "10"), (E4M3, "8")], ids=str)
+def test_loads_of_keys_and_values_are_wide(kernels, fp8, width):
+    """8 elements per load, although little is known before the launch; page ids have 4
     bytes.
     """
-    attend(33, pages=7, shift=1)
+    attend(33, pages=7, shift=1, fp8=fp8)
     (kernel,) = kernels
     compiled = re.findall(
         r"cp\.async\.c.\.shared\.global .*, 0x(\w+)", kernel.asm["ptx"]
     )
-    assert set(compiled) == {"10", "4"}
-    assert compiled.count("10") > 2 * compiled.count("4")
+    assert set(compiled) == {"10", width, "4"}, "queries, keys and values, page ids"
+    assert compiled.count(width) > compiled.count("4")
 
 
 def test_parts_are_powers_of_two(monkeypatch):

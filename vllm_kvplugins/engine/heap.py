@@ -97,6 +97,17 @@ class Heap:
         the scale of their layer."""
         return elements if self.fp8 is None else unscaled(elements, self.fp8.dtype)
 
+    def as_elements(self, kv: PagedKV) -> PagedKV:
+        """Pages of the heap for operations that compute with them: fp8 elements have
+        their own dtype, and not uint8.
+
+        Args:
+            kv: all pages, or those of a layer.
+        """
+        if self.fp8 is None:
+            return kv
+        return PagedKV(kv.pages.view(self.fp8.dtype), kv.layout)
+
     def page_ids(self, blocks: torch.Tensor) -> torch.Tensor:
         """int64 [rows, blocks]: the pages of these blocks."""
         layer = torch.arange(self.num_layers, device=blocks.device)[:, None, None]

@@ -17,8 +17,10 @@ MAX_HEAD_DIM = 512  # kMaxHeadDim in csrc/include/kvp/elements.hpp
 KEY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # uint8: elements of fp8, which moves copy bit by bit.
 HEAP_DTYPES = (*KEY_DTYPES, torch.uint8)
-# Low-rank factors, coarse entries, and pages that the mixed attention reads.
+# Low-rank factors, and queries and coarse entries of the mixed attention.
 FACTOR_DTYPES = (torch.float32, torch.bfloat16)
+# Pages that the mixed attention reads.
+ATTENDED_DTYPES = (*FACTOR_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 # What an index of each kind points into.
 _OWNERS = {
@@ -126,11 +128,13 @@ def names_of(dtypes: list[torch.dtype] | tuple[torch.dtype, ...]) -> str:
 # -- tensors of an op that takes a heap ----------------------------------------------
 
 
-def check_heap(op: str, kv: PagedKV) -> None:
+def check_heap(
+    op: str, kv: PagedKV, dtypes: tuple[torch.dtype, ...] = HEAP_DTYPES
+) -> None:
     """Raise ValueError unless the heap is pages of its layout, on one device."""
     heap, layout = kv.pages, kv.layout
     check_dim(op, "heap", heap, 2)
-    check_dtype(op, "heap", heap, *HEAP_DTYPES)
+    check_dtype(op, "heap", heap, *dtypes)
     if heap.stride(1) != 1 or (len(heap) > 1 and heap.stride(0) < heap.shape[1]):
         fail(
             op,

@@ -36,7 +36,9 @@ def attend_mixed(
     Args:
         queries: float32 or bfloat16 [rows, num_q_heads, head_dim], after RoPE;
             num_q_heads is a multiple of the number of KV heads.
-        kv: the heap, float32 or bfloat16.
+        kv: the heap, float32 or bfloat16; or float8_e4m3fn or float8_e5m2, elements of
+            an fp8 cache without the scales of their layer: the scale of keys belongs
+            into ``scale``, and that of values the caller applies to the output.
         page_table: int32 [sequences, max_pages]; ids beyond a sequence's length are
             ignored.
         lengths: int32 [sequences], tokens; the last page may be partly full.
@@ -55,11 +57,12 @@ def attend_mixed(
     and none below exp(-60) of it, so the log-sum-exp is no more exact than that about
     tokens with tiny weights. Its results are the same bits for any number of threads
     and whatever other rows are in the call. Slots after the last token may hold
-    anything.
+    anything. Pages of fp8 give the bits that pages of their float32 values give.
 
     Cost: reads every key and value once; ``4 * group * head_dim`` operations and
         ``group`` exponentials per token and KV head. Pages whose keys are neither rows
-        nor columns are copied first, which is several times slower. The torch version
+        nor columns are copied first, which is several times slower. Pages of fp8 are
+        widened to float32, 256 tokens at a time. The torch version
         copies all pages to float32, padded to the longest sequence.
     """
     heap, layout = kv.pages, kv.layout
@@ -83,12 +86,30 @@ def attend_mixed(
     all_entries = coarse or CoarseEntries.none(len(page_table), queries)
     _check(queries, kv, page_table, lengths, scale, all_entries)
     if triton_for(heap.device):
-        from vllm_kvplugins.ops.triton.paged_attention import NewTokens, attend_paged
-
-        tokens = NewTokens(queries.contiguous())
-        tables = page_table.contiguous(), lengths
-        return attend_paged(tokens, kv, *tables, scale, coarse)
+        return _attend_on_gpu(queries, kv, page_table, lengths, scale, coarse)
     return torch_ops.attend_mixed(queries, kv, page_table, lengths, scale, all_entries)
+
+
+def _attend_on_gpu(
+    queries: torch.Tensor,
+    kv: PagedKV,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    coarse: CoarseEntries | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from vllm_kvplugins.ops.triton.paged_attention import (
+        Fp8Elements,
+        NewTokens,
+        attend_paged,
+    )
+
+    dtype, fp8 = kv.pages.dtype, None
+    if dtype.itemsize == 1:
+        fp8 = Fp8Elements(dtype, key_scale=1.0, value_scale=1.0)
+        kv = PagedKV(kv.pages.view(torch.uint8), kv.layout)
+    tokens, tables = NewTokens(queries.contiguous()), page_table.contiguous()
+    return attend_paged(tokens, kv, tables, lengths, scale, coarse, fp8=fp8)
 
 
 def _check(
@@ -102,14 +123,13 @@ def _check(
     """The checks of csrc/paged_decode.cpp; of contents only on the CPU."""
     if not math.isfinite(scale):
         checks.fail(_OP, f"scale must be finite, got {scale}")
-    checks.check_heap(_OP, kv)
+    checks.check_heap(_OP, kv, checks.ATTENDED_DTYPES)
     heap, layout = kv.pages, kv.layout
     _check_sizes(queries, page_table, layout.head_dim)
     entries, dims, sequences = len(coarse.keys), layout.head_dim, len(page_table)
     float32_or_bfloat16 = checks.FACTOR_DTYPES
     expected = {
         "queries": (queries, queries.shape, float32_or_bfloat16),
-        "heap": (heap, heap.shape, float32_or_bfloat16),
         "page_table": (page_table, page_table.shape, (torch.int32,)),
         "lengths": (lengths, (sequences,), (torch.int32,)),
         "coarse_keys": (coarse.keys, (entries, dims), float32_or_bfloat16),

@@ -73,6 +73,15 @@ def gather_plane(kv: PagedKV, plane: Plane, page_table: torch.Tensor) -> torch.T
     return pages.index_select(1, plane.offsets).view(shape)
 
 
+def _widened_plane(kv: PagedKV, plane: Plane, page_table: torch.Tensor) -> torch.Tensor:
+    """The result of :func:`gather_plane` in float32; the heap may be fp8."""
+    dtype = kv.pages.dtype
+    if dtype.itemsize > 1:
+        return gather_plane(kv, plane, page_table).float()
+    elements = PagedKV(kv.pages.view(torch.uint8), kv.layout)  # torch indexes no fp8
+    return gather_plane(elements, plane, page_table).view(dtype).float()
+
+
 def _affine_view(kv: PagedKV, plane: Plane) -> torch.Tensor | None:
     """The plane of all pages as a view [num_pages, block_size, head_dim].
 
@@ -149,8 +158,8 @@ def attend_mixed(
     pages = page_table.where(first_slots < lengths[:, None], 0).long()
     if not len(heap):
         pages = pages[:, :0]
-    keys = gather_plane(kv, layout.keys, pages).float()
-    values = gather_plane(kv, layout.values, pages).float()
+    keys = _widened_plane(kv, layout.keys, pages)
+    values = _widened_plane(kv, layout.values, pages)
     attended = torch.arange(keys.shape[1], device=heap.device) < lengths[:, None]
     entry = torch.arange(int(coarse.counts.max()), device=heap.device)
     own = entry < coarse.counts[:, None]

@@ -1,5 +1,6 @@
 // Attention of one group of query heads to pages and to rows of tokens, for the
-// widest vectors of the CPU; see decode_tile.hpp.
+// widest vectors of the CPU; see decode_tile.hpp. Pages of an fp8 cache become float32
+// a tile at a time.
 #pragma once
 
 #include <array>
@@ -10,6 +11,7 @@
 #include "kvp/decode_tile.hpp"
 #include "kvp/page_copy.hpp"
 #include "kvp/paged_kv.hpp"
+#include "kvp/quantized_rows.hpp"
 #include "kvp/simd.hpp"
 
 namespace kvp::decode {
@@ -24,6 +26,13 @@ struct Scratch {
   std::vector<Element> keys,
       values;  // unpacked pages that are neither rows nor columns
   std::vector<Run<Element>> runs;
+};
+
+// Buffers of one thread for pages of an fp8 cache.
+struct Fp8Scratch {
+  std::vector<float> pages;  // of one tile
+  std::vector<std::int32_t> list;  // their numbers: 0, 1, ...
+  Scratch<float> floats;
 };
 
 // Attends to the first count tokens of the listed pages. The last page may be partly
@@ -80,6 +89,30 @@ KVP_INLINE void attend_pages_body(const PagedKV<const Element>& kv,
   }
 }
 
+// The same for pages of fp8 elements, which are read without the scale of their layer.
+template <int W>
+KVP_INLINE void attend_fp8_pages_body(const PagedKV<const std::uint8_t>& kv, Fp8 type,
+                                      const std::int32_t* list, std::int64_t count,
+                                      const Heads& heads, Fp8Scratch& scratch) {
+  const std::int64_t slots = kv.block_size(), elems = kv.layout.page_elems();
+  const std::int64_t per_tile = slots < kTileSlots ? kTileSlots / slots : 1;
+  const QuantizedFormat page_format{elems, 8, type};
+  float* pages = index::at_least(scratch.pages, per_tile * elems);
+  while (static_cast<std::int64_t>(scratch.list.size()) < per_tile) {
+    scratch.list.push_back(static_cast<std::int32_t>(scratch.list.size()));
+  }
+  const PagedKV<const float> tile{pages, per_tile, elems, kv.layout};
+  for (std::int64_t done = 0; done < count; done += per_tile * slots) {
+    const std::int64_t left = count - done, room = per_tile * slots;
+    const std::int64_t here = left < room ? left : room;
+    for (std::int64_t i = 0; i * slots < here; ++i) {
+      widen_fp8_row_body<W>(page_format, kv.page(list[done / slots + i]),
+                            pages + i * elems);
+    }
+    attend_pages_body<W>(tile, scratch.list.data(), here, heads, scratch.floats);
+  }
+}
+
 // Attends to count rows of keys and values, with a bias added to their scores. A
 // row whose bias is -infinity is not read.
 template <int W, typename Element>
@@ -121,6 +154,8 @@ struct Kernels {
                     const Heads&, Scratch<float>&);
   void (*pages_bf16)(const PagedKV<const std::uint16_t>&, const std::int32_t*,
                      std::int64_t, const Heads&, Scratch<std::uint16_t>&);
+  void (*pages_fp8)(const PagedKV<const std::uint8_t>&, Fp8, const std::int32_t*,
+                    std::int64_t, const Heads&, Fp8Scratch&);
   void (*rows_f32)(const float*, const float*, const float*, std::int64_t, const Heads&,
                    Scratch<float>&);
   void (*rows_bf16)(const std::uint16_t*, const std::uint16_t*, const float*,
@@ -146,7 +181,7 @@ struct Kernels {
   }
 };
 
-// The four kernels for one width, compiled for TARGET.
+// The five kernels for one width, compiled for TARGET.
 #define KVP_DECODE_KERNELS(NAME, SIMD, TARGET)                                         \
   namespace NAME {                                                                     \
   constexpr int kWidth = static_cast<int>(lanes_of(SIMD));                             \
@@ -160,6 +195,11 @@ struct Kernels {
                                 const Heads& heads, Scratch<std::uint16_t>& scratch) { \
     attend_pages_body<kWidth>(kv, list, count, heads, scratch);                        \
   }                                                                                    \
+  TARGET inline void pages_fp8(const PagedKV<const std::uint8_t>& kv, Fp8 type,        \
+                               const std::int32_t* list, std::int64_t count,           \
+                               const Heads& heads, Fp8Scratch& scratch) {              \
+    attend_fp8_pages_body<kWidth>(kv, type, list, count, heads, scratch);              \
+  }                                                                                    \
   TARGET inline void rows_f32(const float* keys, const float* values,                  \
                               const float* bias, std::int64_t count,                   \
                               const Heads& heads, Scratch<float>& scratch) {           \
@@ -170,7 +210,8 @@ struct Kernels {
                                const Heads& heads, Scratch<std::uint16_t>& scratch) {  \
     attend_rows_body<kWidth>(keys, values, bias, count, heads, scratch);               \
   }                                                                                    \
-  inline constexpr Kernels table{SIMD, pages_f32, pages_bf16, rows_f32, rows_bf16};    \
+  inline constexpr Kernels table{SIMD,      pages_f32, pages_bf16,                     \
+                                 pages_fp8, rows_f32,  rows_bf16};                     \
   }
 
 KVP_DECODE_KERNELS(baseline, Simd::kBaseline, KVP_TARGET_BASELINE)

@@ -30,6 +30,7 @@
 #include "kvp/key_view.hpp"
 #include "kvp/page_copy.hpp"
 #include "kvp/paged_kv.hpp"
+#include "kvp/quantized_rows.hpp"
 
 namespace kvp::decode {
 
@@ -51,6 +52,7 @@ struct Call {
 
   PagedKV<const void> kv;
   ElementType page_type;
+  Fp8 page_fp8;  // the type of fp8 elements, read without a scale; kNone: page_type
   PageTable<std::int32_t> table;  // one row per sequence
   const std::int32_t* lengths;  // [sequences], tokens
 
@@ -141,6 +143,7 @@ struct ThreadScratch {
   std::vector<float> queries;
   Scratch<float> wide;
   Scratch<std::uint16_t> narrow;
+  Fp8Scratch fp8;
 
   Scratch<float>& of(const float*) { return wide; }
   Scratch<std::uint16_t>& of(const std::uint16_t*) { return narrow; }
@@ -166,10 +169,15 @@ inline void attend_part(const Kernels& kernels, const Call& call, const Part& pa
     });
     return;
   }
+  const std::int32_t* list =
+      call.table.row(part.sequence) + part.first / call.kv.block_size();
+  if (call.page_fp8 != Fp8::kNone) {
+    kernels.pages_fp8(call.kv.as<const std::uint8_t>(), call.page_fp8, list, part.count,
+                      heads, scratch.fp8);
+    return;
+  }
   with_type(call.page_type, call.kv.pages, [&](const auto* pages) {
     using Element = std::remove_pointer_t<decltype(pages)>;  // const
-    const std::int32_t* list =
-        call.table.row(part.sequence) + part.first / call.kv.block_size();
     kernels.attend(call.kv.as<Element>(), list, part.count, heads, scratch.of(pages));
   });
 }

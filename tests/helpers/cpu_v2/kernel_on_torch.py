@@ -95,7 +95,8 @@ class Language:
 
     place: tuple[torch.Tensor, ...] = ()
 
-    int64, float32 = torch.int64, torch.float32
+    int16, int32, int64 = torch.int16, torch.int32, torch.int64
+    float16, float32 = torch.float16, torch.float32
     arange = staticmethod(functools.cache(torch.arange))
     where, exp, log = map(staticmethod, (torch.where, torch.exp, torch.log))
     sigmoid = staticmethod(torch.sigmoid)
@@ -119,6 +120,12 @@ class Language:
         if mask is not None:
             at, value = at[mask], value[mask]
         pointer.memory.put_(_checked(pointer, at), value)
+
+    @staticmethod
+    def cast(
+        value: torch.Tensor, dtype: torch.dtype, bitcast: bool = False
+    ) -> torch.Tensor:
+        return value.view(dtype) if bitcast else value.to(dtype)
 
     @staticmethod
     def zeros(shape: list[int], dtype: torch.dtype) -> torch.Tensor:

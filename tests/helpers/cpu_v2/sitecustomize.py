@@ -69,11 +69,18 @@ def _allow_async_scheduling(platform):
 def _write_caches_in_torch(op):
     """vLLM's Triton kernel that writes the cache asks for the type of the GPU."""
 
-    def write(key, value, key_cache, value_cache, slot_mapping, *scales):
+    def write(key, value, key_cache, value_cache, slot_mapping, dtype, *scales):
         slots = slot_mapping[slot_mapping >= 0]
         assert len(slots) == len(slot_mapping), "padding"
         at = slots // key_cache.shape[1], slots % key_cache.shape[1]
-        key_cache[at], value_cache[at] = key[: len(slots)], value[: len(slots)]
+        parts = (key_cache, key, scales[0]), (value_cache, value, scales[1])
+        for cache, rows, scale in parts:
+            rows = rows[: len(slots)]
+            if dtype.startswith("fp8"):
+                rows = (rows.float() / scale).to(cache.dtype)
+                # torch cannot write fp8 elements to many places at once.
+                cache, rows = cache.view(op.torch.uint8), rows.view(op.torch.uint8)
+            cache[at] = rows
 
     op.triton_reshape_and_cache_flash = write
 

@@ -45,6 +45,34 @@ class NewTokens:
         return len(self.queries) if starts is None else starts.numel() - 1
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Elements:
+    """How to read a heap of fp8 elements.
+
+    Args:
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        key_scale, value_scale: an element times its scale is the value.
+    """
+
+    dtype: torch.dtype
+    key_scale: float
+    value_scale: float
+
+    @property
+    def mantissa(self) -> int:
+        """Bits of an element's mantissa."""
+        return _MANTISSAS[self.dtype]
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """The scales of keys and values as the kernel reads them, in float16."""
+        unit = 2.0**8 if self.dtype == torch.float8_e4m3fn else 1.0
+        return self.key_scale * unit, self.value_scale * unit
+
+
+_MANTISSAS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+
+
 def attend_paged(
     new: NewTokens,
     kv: PagedKV,
@@ -54,6 +82,7 @@ def attend_paged(
     coarse: CoarseEntries | None = None,
     *,
     rules: LogitRules = PLAIN,
+    fp8: Fp8Elements | None = None,
     out: torch.Tensor | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,6 +101,8 @@ def attend_paged(
         coarse: coarse entries; None = there are none.
         rules: a cap of the scaled logits, and a learned sink per query head, on the
             device of the queries.
+        fp8: set if the heap is uint8 with fp8 elements; None = its elements are plain.
+            Coarse entries are plain in any case.
         out: shape and dtype of the queries; None = a new tensor.
         splits: parts that sequences are cut into; None = as many as keep the GPU busy.
 
@@ -83,8 +114,9 @@ def attend_paged(
         ValueError: the layout's planes have no strides.
 
     Contents are not checked. Sums are float32. Scores and weights are multiplied in the
-    heap's dtype, or in float32 if the queries have another. Equal arguments give equal
-    bits.
+    heap's dtype, or in float32 if the queries have another. Fp8 elements are multiplied
+    in the dtype of the queries, which holds them exactly, and scaled in float32. Equal
+    arguments give equal bits.
 
     Cost: one launch, two with several splits; no host sync.
     """
@@ -114,13 +146,14 @@ def attend_paged(
         shape = (splits, tokens, num_q_heads)
         partial = torch.empty(*shape, head_dim, **float32)
         maxima = torch.empty(*shape, 2, **float32)
-    same_dtype = queries.dtype == heap.dtype
+    same_dtype = fp8 is not None or queries.dtype == heap.dtype
     attend[(blocks, heads, splits)](
         queries,
         queries.stride(0),
         lengths if row_starts is None else row_starts,
         rows,
         heap,
+        *(fp8.scales if fp8 else (1.0, 1.0)),
         heap.stride(0),
         *_plane(layout.keys),
         *_plane(layout.values),
@@ -150,7 +183,8 @@ def attend_paged(
         HAS_ENTRIES=coarse is not None,
         HAS_SINKS=rules.sinks is not None,
         HAS_CAP=rules.softcap > 0,
-        TYPE=_DTYPES[heap.dtype] if same_dtype else tl.float32,
+        FP8_MANTISSA=fp8.mantissa if fp8 else 0,
+        TYPE=_DTYPES[queries.dtype] if same_dtype else tl.float32,
         ENTRY_TYPE=_entry_type(coarse, queries),
         num_warps=4 if block_m <= 64 else 8,
     )

@@ -47,6 +47,16 @@ def _dot(a, b, TYPE: tl.constexpr):
 
 
 @triton.jit
+def _float16(elements, MANTISSA: tl.constexpr):
+    """fp8 elements as float16, which holds each of them; e4m3's divided by 2 ** 8,
+    because the exponents of float16 have another bias. Needs no instructions for fp8.
+    """
+    bits = elements.to(tl.int32)
+    bits = ((bits & 128) << 8) | ((bits & 127) << (10 - MANTISSA))
+    return tl.cast(tl.cast(bits, tl.int16), tl.float16, bitcast=True)
+
+
+@triton.jit
 def _capped(score, cap):
     """cap * tanh(score / cap), without overflow."""
     return cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
@@ -79,6 +89,8 @@ def attend(
     query_start,
     rows,
     heap,
+    key_scale,
+    value_scale,
     page_stride,
     key_base,
     key_slot_stride,
@@ -116,10 +128,15 @@ def attend(
     HAS_ENTRIES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    FP8_MANTISSA: tl.constexpr,
     TYPE: tl.constexpr,
     ENTRY_TYPE: tl.constexpr,
 ):
-    """One program: BLOCK_Q new tokens of one sequence, one of SPLITS parts."""
+    """One program: BLOCK_Q new tokens of one sequence, one of SPLITS parts.
+
+    FP8_MANTISSA is the number of bits of an fp8 element's mantissa; the heap is then
+    uint8. If it is 0, elements are plain, and their scales are not used.
+    """
     head, split = tl.program_id(1), tl.program_id(2)
     if ONE_EACH:
         row = tl.program_id(0)
@@ -180,21 +197,27 @@ def attend(
             + (start + key_base + within * key_slot_stride)[None, :]
             + dim[:, None] * key_dim_stride,
             mask=used[None, :] & inside[:, None],
-            other=0.0,
+            other=0,
         )
         value = tl.load(
             heap
             + (start + value_base + within * value_slot_stride)[:, None]
             + dim[None, :] * value_dim_stride,
             mask=used[:, None] & inside[None, :],
-            other=0.0,
+            other=0,
         )
+        if FP8_MANTISSA:
+            key, value = _float16(key, FP8_MANTISSA), _float16(value, FP8_MANTISSA)
         score = _dot(query, key, TYPE) * scale
+        if FP8_MANTISSA:
+            score *= key_scale
         if HAS_CAP:
             score = _capped(score, softcap)
         score = tl.where(slot[None, :] < num_visible[:, None], score, float("-inf"))
         highest, total, sums = _add_tile(score, value, highest, total, sums, TYPE)
 
+    if FP8_MANTISSA:
+        sums *= value_scale
     if HAS_ENTRIES and split == SPLITS - 1:
         start = tl.load(entry_starts + sequence)
         entries = tl.load(entry_counts + sequence)

@@ -16,9 +16,15 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionImpl,
 )
 
+from vllm_kvplugins.engine.heap import FP8_DTYPES
 from vllm_kvplugins.engine.page_table import FlatTable
+from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.ops.layout import PagedKV
-from vllm_kvplugins.ops.triton.paged_attention import NewTokens, attend_paged
+from vllm_kvplugins.ops.triton.paged_attention import (
+    Fp8Elements,
+    NewTokens,
+    attend_paged,
+)
 from vllm_kvplugins.scoring.logits import LogitRules
 from vllm_kvplugins.vllm_adapter.attention.flat import (
     PolicyImpl,
@@ -97,6 +103,18 @@ class TritonPolicyImpl(PolicyImpl, TritonAttentionImpl):
     metadata_type = TritonPolicyMetadata
     attends_with_sinks = True
     attends_with_softcap = True
+    fp8: Fp8Elements | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Scores of a policy need the queries, which vLLM would quantize before.
+        self.supports_quant_query_input = False
+
+    def bind(self, runtime: PolicyRuntime, layer_index: int | None, layer: Any) -> None:
+        super().bind(runtime, layer_index, layer)
+        if (dtype := FP8_DTYPES.get(layer.kv_cache_dtype)) is not None:
+            scales = layer._k_scale_float, layer._v_scale_float
+            self.fp8 = Fp8Elements(dtype, *scales)
 
     @functools.cached_property
     def rules(self) -> LogitRules:
@@ -112,6 +130,8 @@ class TritonPolicyImpl(PolicyImpl, TritonAttentionImpl):
     ) -> None:
         scope, pages = self.scope(kv_cache, metadata)
         tokens = metadata.num_actual_tokens
+        if self.fp8 is not None:
+            pages = pages.view(torch.uint8)
         attend_paged(
             NewTokens(query[:tokens], metadata.query_start, metadata.max_per_row),
             PagedKV(pages, self.heap.layout),
@@ -119,5 +139,6 @@ class TritonPolicyImpl(PolicyImpl, TritonAttentionImpl):
             scope.lengths,
             self.scale,
             rules=self.rules,
+            fp8=self.fp8,
             out=output[:tokens].view(-1, self.num_heads, self.head_size),
         )

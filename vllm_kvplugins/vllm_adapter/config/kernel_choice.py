@@ -103,7 +103,7 @@ def _flash_problems(vllm_config: VllmConfig) -> list[str]:
 
     model = vllm_config.model_config
     head_size = model.get_head_size()
-    reasons = []
+    reasons = _fp8_problems(vllm_config)
     if not Flash.supports_dtype(model.dtype):
         reasons.append(f"FlashAttention does not support {model.dtype}")
     try:
@@ -122,7 +122,7 @@ def _flashinfer_problems(vllm_config: VllmConfig) -> list[str]:
 
     model = vllm_config.model_config
     head_size = model.get_head_size()
-    reasons = []
+    reasons = _fp8_problems(vllm_config)
     if not has_flashinfer():
         reasons.append(
             "FlashInfer is not installed, or has neither compiled kernels nor nvcc and "
@@ -139,6 +139,13 @@ def _flashinfer_problems(vllm_config: VllmConfig) -> list[str]:
     if head_size not in _FLASHINFER_HEAD_SIZES:
         reasons.append(f"FlashInfer does not support head size {head_size}")
     return reasons
+
+
+def _fp8_problems(vllm_config: VllmConfig) -> list[str]:
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    if not dtype.startswith("fp8"):
+        return []
+    return [f"under a policy it reads plain elements, not a KV cache of {dtype}"]
 
 
 def _has_flashinfer_attention() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_kvplugins.model_config import STATE, other_layers
-from vllm_kvplugins.vllm_adapter.config import compat
+from vllm_kvplugins.vllm_adapter.config import compat, speculation
 from vllm_kvplugins.vllm_adapter.config.engine_config import layer_types_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def other_blocks(vllm_config: VllmConfig, tokens: int) -> int:
     caches = getattr(vllm_config.cache_config, "mamba_cache_mode", "none") != "none"
     layers = other_layers(
         vllm_config.model_config.hf_text_config,
-        layer_types_of(vllm_config),
+        # A drafter's layers are in the group of the full-attention layers.
+        (*layer_types_of(vllm_config), *speculation.draft_layer_types(vllm_config)),
         state_blocks=3 if caches else 1,
     )
     return layers.blocks(

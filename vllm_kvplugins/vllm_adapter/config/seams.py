@@ -115,7 +115,7 @@ _EVERYWHERE = {
     "scheduler_config speculative_config num_lookahead_tokens "
     "num_prefill_lookahead_tokens num_speculative_tokens",
     "vllm.config:SpeculativeConfig": "method draft_model_config parallel_drafting "
-    "use_eagle_block_drop()",
+    "kv_cache_dtype use_eagle_block_drop()",
     "vllm.config:SchedulerConfig": "async_scheduling scheduler_cls "
     "disable_hybrid_kv_cache_manager "
     "max_num_batched_tokens max_num_seqs long_prefill_token_threshold",

@@ -7,7 +7,9 @@ and all after it. Under a policy, no rejected draft may leave a trace:
 - Votes and kept queries count accepted tokens only (``PolicyRuntime``).
 - Each draft retrieves with its own query, as without speculation.
 - The layers of a drafter with a KV cache keep the tokens that the model's layers keep
-  (``engine/draft_layers.py``). The drafter runs before the compaction of its step.
+  (``engine/draft_layers.py``). The drafter runs before the compaction of its step. Its
+  cache has the dtype of the model's; the worker checks the layers, whose checkpoint may
+  ask for another one (``worker/draft_layers.py``).
 
 The scheduler plans a step when it knows which drafts of the step before were accepted,
 so asynchronous scheduling is off.
@@ -19,8 +21,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvplugins.engine.heap import FP8_DTYPES
 from vllm_kvplugins.errors import coded
-from vllm_kvplugins.model_config import FULL, STATE, layer_types
+from vllm_kvplugins.model_config import FULL, STATE, groups_of, layer_types
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -109,12 +112,10 @@ def _cache_problems(vllm_config: VllmConfig, types: Sequence[str]) -> Iterator[s
     speculative = vllm_config.speculative_config
     without = f"use a drafter without a KV cache ({', '.join(_WITHOUT_CACHE)})"
     drafter = f"drafter {speculative.method!r} has a KV cache, and"
-    if any(kind != FULL for kind in types):
-        yield (
-            f"{drafter} vLLM would not keep it in the blocks of the full-attention "
-            f"layers of this model, which has others too; {without}"
-        )
     draft = speculative.draft_model_config
+    if any(kind != FULL for kind in types):
+        for reason in _window_problems(vllm_config, types):
+            yield f"{drafter} {reason}; {without}"
     if draft.use_mla or any(kind != FULL for kind in _draft_types(draft)):
         yield (
             f"{drafter} some of its layers are not plain full attention; use another "
@@ -125,16 +126,49 @@ def _cache_problems(vllm_config: VllmConfig, types: Sequence[str]) -> Iterator[s
             f"{drafter} its layers read several tokens behind a chunk of the prompt, "
             f"which may end anywhere under a policy; {without}"
         )
-    if (dtype := str(vllm_config.cache_config.cache_dtype)).startswith("fp8"):
+    own, dtype = speculative.kv_cache_dtype, vllm_config.cache_config.cache_dtype
+    if own is not None and FP8_DTYPES.get(own) != FP8_DTYPES.get(dtype):
         yield (
-            f"{drafter} KV cache dtype {dtype!r} has not been tried with it; use "
-            "--kv-cache-dtype auto"
+            f"{drafter} its dtype {own!r} is not that of the model's cache, {dtype!r}, "
+            'and both lie in the same blocks; remove "kv_cache_dtype"'
         )
     if speculative.parallel_drafting:
         yield (
             f"{drafter} it drafts all tokens at once, which has not been tried; remove "
             '"parallel_drafting"'
         )
+
+
+def _window_problems(vllm_config: VllmConfig, types: Sequence[str]) -> Iterator[str]:
+    """What keeps the layers of a drafter out of the group of the full-attention layers.
+
+    Args:
+        types: attention type of each layer of the model, some of them not full.
+    """
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    draft = speculative.draft_model_config
+    if speculative.method == "mtp":
+        yield "MTP layers have not been tried with layers of other attention"
+    heads, own = (
+        (each.get_total_num_kv_heads(), each.get_head_size()) for each in (model, draft)
+    )
+    if own != heads:
+        yield (
+            f"with layers of other attention, its KV heads ({own[0]} of {own[1]} "
+            f"elements) must be as those of the model ({heads[0]} of {heads[1]})"
+        )
+    num_groups = groups_of([*types, *_draft_types(draft)]).get(FULL, 0)
+    if num_groups > 1:
+        yield (
+            f"vLLM would put its layers and the model's full-attention layers into "
+            f"{num_groups} KV cache groups, and a policy manages one"
+        )
+
+
+def draft_layer_types(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """Attention type of each layer of a drafter with a KV cache; none without one."""
+    drafter = drafter_with_cache(vllm_config)
+    return () if drafter is None else _draft_types(drafter[1])
 
 
 def _draft_types(model: Any) -> tuple[str, ...]:

@@ -351,23 +351,15 @@ def fp8_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
     cache = vllm_config.cache_config
     if cache.cache_dtype not in _FP8_KV_DTYPES:
         return []
-    reasons = []
-    if not current_platform.is_cpu():
-        reasons.append("the attention kernels of a policy on GPUs read plain elements")
-    elif not (_cpu_has("_is_avx512_supported") or _cpu_has("_is_amx_tile_supported")):
-        reasons.append("vLLM's CPU kernel needs AVX-512 for it")
-    if (head_size := vllm_config.model_config.get_head_size()) % 32:
-        reasons.append(
-            "vLLM's CPU kernel needs heads of a multiple of 32 elements, not "
-            f"{head_size}"
-        )
+    on_cpu = current_platform.is_cpu()
+    reasons = [*(_fp8_cpu_problems if on_cpu else _fp8_gpu_problems)(vllm_config)]
     if policy.spans is not None:
         reasons.append(
             f"{policy.name} keeps keys in host memory, in the dtype of the cache, and "
             "its kernels read plain elements"
         )
     if policy.retrieval is not None:
-        reasons += _fp8_retrieval_problems(vllm_config, policy.retrieval)
+        reasons += _fp8_retrieval_problems(policy.retrieval)
     if cache.kv_cache_dtype_skip_layers:
         reasons.append(
             "--kv-cache-dtype-skip-layers gives layers pages of different sizes"
@@ -382,23 +374,43 @@ def fp8_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
     ]
 
 
-def _fp8_retrieval_problems(
-    vllm_config: VllmConfig, retriever: Retriever
-) -> Iterator[str]:
+def _fp8_cpu_problems(vllm_config: VllmConfig) -> Iterator[str]:
+    """What vLLM's CPU kernel needs for an fp8 cache."""
+    if not (_cpu_has("_is_avx512_supported") or _cpu_has("_is_amx_tile_supported")):
+        yield "vLLM's CPU kernel needs AVX-512 for it"
+    drafter = speculation.drafter_with_cache(vllm_config)
+    models = [("", vllm_config.model_config)]
+    models += [] if drafter is None else [(" in the drafter", drafter[1])]
+    for where, model in models:
+        if (size := model.get_head_size()) % 32:
+            yield (
+                "vLLM's CPU kernel needs heads of a multiple of 32 elements, not "
+                f"{size}{where}"
+            )
+
+
+def _fp8_gpu_problems(vllm_config: VllmConfig) -> Iterator[str]:
+    """What vLLM's Triton kernel, which writes the cache, needs for fp8."""
+    from vllm.platforms import current_platform
+
+    if vllm_config.cache_config.cache_dtype == "fp8_e5m2":
+        yield "the kernel that writes it on GPUs knows fp8_e4m3 only"
+    if not current_platform.has_device_capability(89):
+        yield "the kernel that writes it needs a GPU of compute capability 8.9 or more"
+
+
+def _fp8_retrieval_problems(retriever: Retriever) -> Iterator[str]:
     """What a retrieval policy cannot do with an fp8 cache."""
     if retriever.host_dtype != "auto":
         yield (
             f"host_dtype {retriever.host_dtype!r} would quantize elements that are "
             "quantized already (host_dtype 'auto' keeps them as they are)"
         )
+    if retriever.host_fetch == "direct":
+        yield "host_fetch 'direct' has not been tried with it (host_fetch 'staged' has)"
     if (selection := retriever.device_selection) is not None:
         yield (
             f"{selection.setting} has not been tried with it ({selection.instead} has)"
-        )
-    if vllm_config.speculative_config is not None:
-        yield (
-            f"the kernel with which {retriever.name} verifies drafts reads plain "
-            "elements (without --speculative-config it is not needed)"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vllm_kvplugins.engine.heap import FP8_DTYPES
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.plan.geometry import Geometry
@@ -27,22 +28,54 @@ def names(
     return tuple(name for name in cached if id(layers[name]) not in own)
 
 
-def problems(draft_layers: Iterable[str], specs: Mapping[str, Any]) -> list[str]:
+def problems(
+    draft_layers: Iterable[str], specs: Mapping[str, Any], layers: Mapping[str, Any]
+) -> list[str]:
     """Whether the caches of all draft layers can follow those of the model.
 
     Args:
         specs: vLLM's spec of each layer with a KV cache.
+        layers: of the process, by name.
     """
+    drafts = tuple(draft_layers)
+    if not drafts:
+        return []
+    plain = [
+        f"layer {name} of the drafter is not plain full attention, and a compaction "
+        "moves the tokens of such layers only; use another drafter"
+        for name in drafts
+        if not is_managed(specs[name])
+    ]
+    of_model = {
+        _cache_dtype(layers[name], spec)
+        for name, spec in specs.items()
+        if is_managed(spec) and name not in drafts
+    }
+    other = [
+        f"layer {name} of the drafter has a KV cache of {_name(dtype)}, and the model "
+        f"one of {' and '.join(sorted(map(_name, of_model)))}, and both lie in the "
+        'same blocks; remove "kv_cache_dtype" from --speculative-config, or set '
+        "--kv-cache-dtype for both"
+        for name in drafts
+        if {dtype := _cache_dtype(layers[name], specs[name])} != of_model
+    ]
     return [
         coded(
             "KVP004",
-            f"speculative decoding: layer {name} of the drafter is not plain full "
-            "attention, and a compaction moves the tokens of such layers only; use "
-            "another drafter, or remove --speculative-config",
+            f"speculative decoding: {reason}, or remove --speculative-config",
         )
-        for name in draft_layers
-        if not is_managed(specs[name])
+        for reason in plain + other
     ]
+
+
+def _cache_dtype(layer: Any, spec: Any) -> torch.dtype:
+    """Dtype of the elements of a layer's cache; vLLM's spec of fp8 has uint8."""
+    dtype: torch.dtype = FP8_DTYPES.get(layer.kv_cache_dtype, spec.dtype)
+    return dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def geometry(

@@ -87,7 +87,7 @@ class PolicyWorker:
             f"KV policy {runtime.policy.name!r} cannot run with this model",
             [
                 *geometry_problems(managed, self.vllm_config, runtime.geometry),
-                *draft_layers.problems(drafts, specs),
+                *draft_layers.problems(drafts, specs, layers),
             ],
         )
         for name, spec in specs.items():
