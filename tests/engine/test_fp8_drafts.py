@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runners
 import torch
 from draft_models import drafter, write_noisy_copy, write_pair
 from harness import run_scenario
@@ -51,12 +52,15 @@ def noisy(tiny_model, tmp_path_factory) -> dict[str, Any]:
     return drafter(write_noisy_copy(folder, tiny_model, SEED, noise=0.05))
 
 
-def run(scenario: str, **arguments: Any) -> dict[str, Any]:
+def run(
+    scenario: str, environment: dict[str, str | None] | None = None, **arguments: Any
+) -> dict[str, Any]:
     """A scenario of ``scenarios_speculation``, over an fp8 cache."""
     print("seed", SEED)
     result: dict[str, Any] = run_scenario(
         "scenarios_fp8:speculating",
         {"scenario": scenario, "scales": SCALES} | arguments,
+        environment,
         timeout=580,
     )
     print({key: result[key] for key in ("drafts", "accepted") if key in result})
@@ -171,6 +175,14 @@ def test_retrieval_verifies_drafts(tiny_model, noisy, name, kind):
     """Three policies with three indices; skipped layers and others."""
     policy = configure(name, RETRIEVAL) | {"sessions": False}
     speculate(tiny_model, policy, None if kind == "oracle" else noisy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["snapkv", "icecache"])
+def test_model_runner_v2_changes_no_token(tiny_model, noisy, name):
+    on_v2 = runners.environment("V2", asynchronous=False)
+    result = speculate(tiny_model, settings_of(name), noisy, environment=on_v2, **QUICK)
+    assert result["runner"] == "V2"
 
 
 def talks(model: str, policy: dict[str, Any], **arguments: Any) -> dict[str, Any]:
