@@ -11,6 +11,7 @@ from tiny_model import VOCABULARY
 LENGTHS = {"short": 45, "middle": 333, "long": 700}
 TURN_ENDS = {"short": [20], "middle": [150, 300], "long": [200, 320, 600]}
 ANSWER = 40
+SEED = 5  # of the drafts that are wrong
 
 
 def prompts() -> dict[str, list[int]]:
@@ -45,8 +46,16 @@ def engine(
     model: str,
     policy: dict[str, Any] | None,
     store: dict[str, Any] | None,
+    drafts: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Driver:
+    """An engine.
+
+    Args:
+        store: settings of the store; None: no connector.
+        drafts: ``answers`` by name of the prompt, of which an oracle drafts tokens, one
+            in four of them wrong; or a ``drafter``. None: no speculation.
+    """
     arguments = {
         "max_num_batched_tokens": 256,
         "num_gpu_blocks_override": 200,
@@ -54,7 +63,21 @@ def engine(
     } | settings
     if store is not None:
         arguments["kv_transfer_config"] = transfer(**store)
-    return Driver(make_llm(model, policy, **arguments))
+    if drafts:
+        from scenarios_speculation import NGRAM, Oracle
+
+        arguments |= {
+            "speculative_config": drafts.get("drafter", NGRAM),
+            "skip_tokenizer_init": False,
+            "disable_log_stats": False,
+            "async_scheduling": False,
+        }
+    driver = Driver(make_llm(model, policy, **arguments))
+    if drafts and "answers" in drafts:
+        oracle = Oracle(driver, SEED)
+        for name, answer in drafts["answers"].items():
+            oracle.learn(prompts()[name] + answer)
+    return driver
 
 
 def ask(
@@ -79,12 +102,14 @@ def ask(
     return {name: driver.tokens[name + suffix] for name in names}
 
 
-def exact(model: str, path: str) -> dict[str, list[int]]:
+def exact(
+    model: str, path: str, drafts: dict[str, Any] | None = None
+) -> dict[str, list[int]]:
     """What an engine without a policy computes and stores."""
     import torch
     from store_connector import STORE
 
-    driver = engine(model, None, {"loads": "no"})
+    driver = engine(model, None, {"loads": "no", "drafts": bool(drafts)}, drafts)
     tokens = ask(driver)
     torch.save(STORE, path)
     return tokens
@@ -98,8 +123,11 @@ def recomputed(
     return ask(driver)
 
 
-def wrong_contents(path: str) -> list[Any]:
+def wrong_contents(path: str, drafted: str | None = None) -> list[Any]:
     """Saved blocks that differ from those of an engine without a policy.
+
+    Args:
+        drafted: what ``exact`` stored with a drafter, for the drafter's layers.
 
     Returns:
         Per such block: tokens up to its end, largest difference; inf: unknown text.
@@ -108,12 +136,16 @@ def wrong_contents(path: str) -> list[Any]:
     from store_connector import SEEN
 
     stock = torch.load(path)
+    with_drafter = torch.load(drafted) if drafted else {}
     wrong = []
     for key, layers in SEEN.contents:
         worst = float("inf")
-        if key in stock:
-            pairs = zip(layers.values(), stock[key].values(), strict=True)
-            worst = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+        expected = with_drafter.get(key, {}) | stock.get(key, {})
+        if key in stock and expected.keys() == layers.keys():
+            worst = max(
+                float((block - expected[name]).abs().max())
+                for name, block in layers.items()
+            )
         if not worst < 1e-4:
             wrong.append([len(key), str(worst)])
     return wrong
@@ -127,19 +159,23 @@ def stored(
     filled: bool = False,
     preempt_at: Any = (),
     ahead: bool = False,
+    drafts: dict[str, Any] | None = None,
+    drafted: str | None = None,
 ) -> dict[str, Any]:
     """Serve prompts twice, with an empty prefix cache each time.
 
     Args:
         path: what ``exact`` stored.
         filled: the store starts with that.
+        drafts: of ``engine``.
+        drafted: what ``exact`` stored with a drafter.
     """
     import torch
     from store_connector import SEEN, STORE
 
     if filled:
-        STORE.update(torch.load(path))
-    driver = engine(model, policy, store or {}, async_scheduling=ahead)
+        STORE.update(torch.load(drafted or path))
+    driver = engine(model, policy, store or {}, drafts, async_scheduling=ahead)
     first = ask(driver, preempt_at=preempt_at)
     saves = len(SEEN.saves)
     assert driver.scheduler.reset_prefix_cache()
@@ -159,11 +195,29 @@ def stored(
         "loads": SEEN.loads,
         "released": SEEN.released,
         "finished": SEEN.finished,
-        "wrong": wrong_contents(path),
+        "wrong": wrong_contents(path, drafted),
+        "answers": sum(len(key) > LENGTHS[name] for key, name in saved_keys()),
+        "layers": sorted({len(layers) for _, layers in SEEN.contents}),
         "longest": max(SEEN.lengths, default=0),
         "tracked": driver.check_policy_state(),
         "preemptions": driver.preemptions,
+        **accepted(driver, drafts),
     }
+
+
+def accepted(driver: Driver, drafts: dict[str, Any] | None) -> dict[str, int]:
+    """vLLM's counters of drafts; empty without speculation."""
+    from scenarios_speculation import acceptance
+
+    return acceptance(driver.llm) if drafts else {}
+
+
+def saved_keys() -> list[tuple[tuple[int, ...], str]]:
+    """Keys of all saved blocks, with the name of the prompt."""
+    from store_connector import SEEN
+
+    names = {tuple(prompt[:32]): name for name, prompt in prompts().items()}
+    return [(key, names[key[:32]]) for key, _ in SEEN.saves]
 
 
 def longer(model: str, policy: dict[str, Any], path: str) -> dict[str, Any]:
@@ -208,7 +262,11 @@ def longer(model: str, policy: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def aborted(
-    model: str, policy: dict[str, Any], path: str, ahead: bool
+    model: str,
+    policy: dict[str, Any],
+    path: str,
+    ahead: bool = False,
+    drafts: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Clients leave while their prompts are loaded, and right after."""
     import torch
@@ -216,7 +274,7 @@ def aborted(
 
     STORE.update(torch.load(path))
     store = {"loads": "async", "steps": 4}
-    driver = engine(model, policy, store, async_scheduling=ahead)
+    driver = engine(model, policy, store, drafts, async_scheduling=ahead)
     left = {}
     for steps in range(7):
         name = f"leaves{steps}"
@@ -242,18 +300,83 @@ def aborted(
     }
 
 
+def aborted_in_step(
+    model: str, policy: dict[str, Any], path: str, drafts: dict[str, Any]
+) -> dict[str, Any]:
+    """Clients leave after the model has verified drafts and before vLLM counts them.
+
+    The store saves the blocks of a request when it ends.
+    """
+    driver = engine(model, policy, {"keeps": True, "loads": "no"}, drafts)
+    count = driver.scheduler.update_from_output
+    unverified: list[int] = []
+
+    def leave(output: Any, *args: Any) -> Any:
+        lengths = output.scheduled_spec_decode_tokens
+        for request_id, tokens in lengths.items():
+            request = driver.scheduler.requests[request_id]
+            # The step fills a block with drafts.
+            if request.num_computed_tokens // 32 > request.num_tokens // 32:
+                unverified.append(len(tokens))
+                driver.core.abort_requests([request_id])
+        return count(output, *args)
+
+    driver.scheduler.update_from_output = leave
+    names = ["short", "middle"]
+    for name in names:
+        driver.add(name, prompts()[name], ANSWER, turn_ends=[])
+    for _ in range(60):
+        driver.step()
+    driver.check_blocks()
+    return {
+        "unverified": unverified,
+        "wrong": wrong_contents(path),
+        "saved": len(saved_keys()),
+        "tracked": driver.check_policy_state(),
+    }
+
+
+def one_left(
+    model: str, policy: dict[str, Any], path: str | None, speculates: bool
+) -> dict[str, Any]:
+    """All tokens of a prompt but one are there, and a compaction follows the last one.
+
+    Args:
+        path: what ``exact`` stored; None: a session has the tokens.
+    """
+    import torch
+    from store_connector import STORE
+
+    drafts = {"answers": {}} if speculates else None
+    driver = engine(model, policy, {} if path else None, drafts)
+    prompt = prompts()["long"][:321]
+    if path:
+        STORE.update(torch.load(path))
+    else:
+        prompt += driver.generate({"first": prompt}, ANSWER)["first"]
+        assert driver.scheduler.reset_prefix_cache()
+    before = driver.manager.compactions
+    tokens = driver.generate({"again": prompt}, ANSWER)["again"]
+    return {
+        "tokens": tokens,
+        "left": len(prompt) - driver.cached["again"],
+        "compactions": driver.manager.compactions - before,
+    }
+
+
 def failed(
     model: str,
     policy: dict[str, Any],
     path: str,
     store: dict[str, Any],
+    drafted: str | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """A block cannot be loaded, while other requests run."""
     import torch
     from store_connector import SEEN, STORE
 
-    STORE.update(torch.load(path))
+    STORE.update(torch.load(drafted or path))
     driver = engine(model, policy, store, **settings)
     tokens = ask(driver)
     driver.check_blocks()
@@ -262,7 +385,7 @@ def failed(
         "loads": SEEN.loads,
         "preemptions": driver.preemptions,
         "finished": len(SEEN.finished),
-        "wrong": wrong_contents(path),
+        "wrong": wrong_contents(path, drafted),
         "tracked": driver.check_policy_state(),
     }
 
@@ -274,6 +397,7 @@ def shared(
     names: list[str],
     role: str,
     multi: bool = False,
+    drafts: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Serve prompts with vLLM's ExampleConnector, one after the other.
 
@@ -282,7 +406,7 @@ def shared(
     from pathlib import Path
 
     store = {"shared_storage_path": folder, "role": role, "multi": multi}
-    driver = engine(model, policy, store, max_num_batched_tokens=1024)
+    driver = engine(model, policy, store, drafts, max_num_batched_tokens=1024)
     tokens = {}
     for name in names:
         tokens |= ask(driver, names=[name])
@@ -290,4 +414,5 @@ def shared(
         "tokens": tokens,
         "cached": {name: driver.cached[name] for name in names},
         "files": len(list(Path(folder).glob("*/*.safetensors"))),
+        **accepted(driver, drafts),
     }

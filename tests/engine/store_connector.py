@@ -7,6 +7,8 @@ It stores whole blocks in memory, under the tokens up to the end of each. Settin
     steps   an asynchronous load arrives after this many steps (1)
     keeps   save blocks when a request ends, and hold them until then
     broken  lists of tokens: loads of blocks that end there fail
+    drafts  the engine may schedule drafts, which are left out; under a policy it must
+            not show any
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ class StoreConnector(KVConnectorBase_V1):
         self._steps = settings.get("steps", 1)
         self._keeps = settings.get("keeps", False)
         self._broken = settings.get("broken", [])
+        self._drafts = settings.get("drafts", False)
         self._size = self._vllm_config.cache_config.block_size
         # scheduler
         self._requests: dict[str, Any] = {}
@@ -132,6 +135,9 @@ class StoreConnector(KVConnectorBase_V1):
             table += groups[0] if groups else []
             end = computed[request_id]
             end += scheduler_output.num_scheduled_tokens[request_id]
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
+            assert self._drafts or not drafts
+            end -= len(drafts)
             stop = end // self._size
             start = min(self._saved.get(request_id, 0), stop)
             self._saved[request_id] = stop

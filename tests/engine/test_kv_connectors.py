@@ -2,62 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import pytest
-from harness import run_scenario
+from connecting import POLICIES, SNAPKV, call, exact_blocks, recomputed, stored
 from scenarios_kv_connectors import LENGTHS
 
 pytestmark = pytest.mark.engine
 
-SNAPKV = {"name": "snapkv", "budget": 96}  # its window is 64 tokens
-FLOWKV = {"name": "flowkv", "ratio": 0.5, "sessions": False}
-POLICIES: dict[str, dict[str, Any]] = {
-    "snapkv": SNAPKV,
-    "flowkv": FLOWKV,
-    "icecache": {"name": "icecache", "budget": 128, "skip_layers": 1},
-    "streaming-llm": {"name": "streaming-llm", "budget": 96},
-    "full": {"name": "full"},
-    "prefill-blocks": SNAPKV | {"prefill_block": 192},
-    "decode-budget": SNAPKV | {"decode_budget": 160},
-    "no-queries": {"name": "knorm", "budget": 96},
-}
 SLOW = [
     name if name == "snapkv" else pytest.param(name, marks=pytest.mark.slow)
     for name in POLICIES
 ]
 
 
-def call(scenario: str, **arguments: Any) -> Any:
-    return run_scenario(f"scenarios_kv_connectors:{scenario}", arguments)
-
-
 @pytest.fixture(scope="module")
 def exact(tiny_model, tmp_path_factory):
-    """File with the blocks that vLLM stores without a policy."""
-    path = str(tmp_path_factory.mktemp("exact") / "store.pt")
-    call("exact", model=tiny_model, path=path)
-    return path
-
-
-@cache
-def recomputed(model: str, name: str) -> Any:
-    return call("recomputed", model=model, policy=POLICIES[name])
-
-
-def stored(model: str, name: str, exact: str, **arguments: Any) -> dict[str, Any]:
-    """Two rounds of prompts next to a store, which sees exact blocks only. Both give
-    the tokens of an engine without it, and nothing stays behind.
-    """
-    policy = POLICIES[name]
-    result: dict[str, Any] = call(
-        "stored", model=model, policy=policy, path=exact, **arguments
-    )
-    assert result["wrong"] == [], "blocks that differ from those without a policy"
-    assert result["first"] == result["again"] == recomputed(model, name)
-    assert result["tracked"] == 0
-    return result
+    return exact_blocks(tiny_model, tmp_path_factory.mktemp("exact"))
 
 
 @pytest.mark.parametrize("name", SLOW)

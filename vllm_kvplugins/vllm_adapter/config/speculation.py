@@ -8,6 +8,7 @@ and all after it. Under a policy, no rejected draft may leave a trace:
 - Each draft retrieves with its own query, as without speculation.
 - The layers of a drafter with a KV cache keep the tokens that the model's layers keep
   (``engine/draft_layers.py``). The drafter runs before the compaction of its step.
+- Another KV connector is shown accepted tokens only (``scheduler.exact_prefix``).
 
 The scheduler plans a step when it knows which drafts of the step before were accepted,
 so asynchronous scheduling is off.
