@@ -60,6 +60,7 @@ def engine(
         "max_num_batched_tokens": 256,
         "num_gpu_blocks_override": 200,
         "max_model_len": 1024,
+        "skip_tokenizer_init": False,  # some policies and drafters need it
     } | settings
     if store is not None:
         arguments["kv_transfer_config"] = transfer(**store)
@@ -68,9 +69,7 @@ def engine(
 
         arguments |= {
             "speculative_config": drafts.get("drafter", NGRAM),
-            "skip_tokenizer_init": False,
             "disable_log_stats": False,
-            "async_scheduling": False,
         }
     driver = Driver(make_llm(model, policy, **arguments))
     if drafts and "answers" in drafts:
@@ -81,17 +80,25 @@ def engine(
 
 
 def ask(
-    driver: Driver, suffix: str = "", names: Any = LENGTHS, preempt_at: Any = ()
+    driver: Driver,
+    suffix: str = "",
+    names: Any = LENGTHS,
+    preempt_at: Any = (),
+    answer: int = ANSWER,
 ) -> dict[str, list[int]]:
     """Run prompts together.
 
     Args:
+        answer: tokens of each answer.
         preempt_at: steps after which all running requests lose their blocks.
     """
-    has_turns = hasattr(driver.manager, "plans")
+    policy = getattr(driver.manager.kv_cache_spec, "policy", None)
+    turns = policy.turns if policy else None
+    patched = random_tokens(9, 40, VOCABULARY) if turns and turns.history_only else None
     for name in names:
-        ends = TURN_ENDS[name] if has_turns else None
-        driver.add(name + suffix, prompts()[name], ANSWER, turn_ends=ends)
+        ends = TURN_ENDS[name] if policy else None
+        prompt = prompts()[name]
+        driver.add(name + suffix, prompt, answer, turn_ends=ends, patched=patched)
     for step in range(max(preempt_at, default=0)):
         driver.step()
         if step + 1 in preempt_at:
@@ -135,10 +142,14 @@ def wrong_contents(path: str, drafted: str | None = None) -> list[Any]:
     import torch
     from store_connector import SEEN
 
-    stock = torch.load(path)
     with_drafter = torch.load(drafted) if drafted else {}
+    return differing(SEEN.contents, torch.load(path), with_drafter)
+
+
+def differing(contents: Any, stock: Any, with_drafter: Any) -> list[Any]:
+    """What ``wrong_contents`` returns, of any saved blocks."""
     wrong = []
-    for key, layers in SEEN.contents:
+    for key, layers in contents:
         worst = float("inf")
         expected = with_drafter.get(key, {}) | stock.get(key, {})
         if key in stock and expected.keys() == layers.keys():
@@ -158,7 +169,6 @@ def stored(
     store: dict[str, Any] | None = None,
     filled: bool = False,
     preempt_at: Any = (),
-    ahead: bool = False,
     drafts: dict[str, Any] | None = None,
     drafted: str | None = None,
 ) -> dict[str, Any]:
@@ -175,7 +185,7 @@ def stored(
 
     if filled:
         STORE.update(torch.load(drafted or path))
-    driver = engine(model, policy, store or {}, drafts, async_scheduling=ahead)
+    driver = engine(model, policy, store or {}, drafts)
     first = ask(driver, preempt_at=preempt_at)
     saves = len(SEEN.saves)
     assert driver.scheduler.reset_prefix_cache()
@@ -199,8 +209,12 @@ def stored(
         "answers": sum(len(key) > LENGTHS[name] for key, name in saved_keys()),
         "layers": sorted({len(layers) for _, layers in SEEN.contents}),
         "longest": max(SEEN.lengths, default=0),
+        "layer_saves": SEEN.layers,
+        "late": SEEN.late,
         "tracked": driver.check_policy_state(),
         "preemptions": driver.preemptions,
+        "scheduler": type(driver.scheduler).__name__,
+        "runner": "V2" if hasattr(driver.worker.model_runner, "req_states") else "V1",
         **accepted(driver, drafts),
     }
 
@@ -218,6 +232,63 @@ def saved_keys() -> list[tuple[tuple[int, ...], str]]:
 
     names = {tuple(prompt[:32]): name for name, prompt in prompts().items()}
     return [(key, names[key[:32]]) for key, _ in SEEN.saves]
+
+
+RANKS = 2
+
+
+def on_ranks(
+    model: str,
+    policy: dict[str, Any] | None,
+    folder: str,
+    exact: str | None = None,
+    filled: bool = False,
+    drafts: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Serve prompts twice on two ranks of tensor parallelism, one store per rank.
+
+    Args:
+        folder: where each rank writes what it saves.
+        exact: that folder of an engine without a policy and without drafts.
+        filled: the stores start with its blocks.
+    """
+    from pathlib import Path
+
+    import torch
+
+    store = {"folder": folder, "drafts": policy is None}
+    if policy is None:
+        store["loads"] = "no"
+    if filled:
+        store["source"] = exact
+    driver = engine(
+        model,
+        policy,
+        store,
+        drafts,
+        tensor_parallel_size=RANKS,
+        distributed_executor_backend="mp",
+    )
+    names, answer = ("short", "long"), 20  # ranks of one core are slow
+    report: dict[str, Any] = {"first": ask(driver, names=names, answer=answer)}
+    if policy is not None:
+        assert driver.scheduler.reset_prefix_cache()
+        report["again"] = ask(driver, "-again", names, answer=answer)
+        report["cached"] = driver.cached["long-again"]
+        report["tracked"] = driver.llm.collective_rpc("kv_policy_check_integrity")
+        report["compactions"] = driver.manager.compactions
+        report |= accepted(driver, drafts)
+    driver.check_blocks()
+    driver.core.model_executor.shutdown()
+    if exact is not None:
+        files = [f"rank{rank}.pt" for rank in range(RANKS)]
+        saved = [torch.load(Path(folder, name)) for name in files]
+        stock = [dict(torch.load(Path(exact, name))) for name in files]
+        report["saves"] = [len(each) for each in saved]
+        report["wrong"] = [
+            differing(*pair, {}) for pair in zip(saved, stock, strict=True)
+        ]
+    return report
 
 
 def longer(model: str, policy: dict[str, Any], path: str) -> dict[str, Any]:
@@ -265,7 +336,6 @@ def aborted(
     model: str,
     policy: dict[str, Any],
     path: str,
-    ahead: bool = False,
     drafts: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Clients leave while their prompts are loaded, and right after."""
@@ -274,7 +344,7 @@ def aborted(
 
     STORE.update(torch.load(path))
     store = {"loads": "async", "steps": 4}
-    driver = engine(model, policy, store, drafts, async_scheduling=ahead)
+    driver = engine(model, policy, store, drafts)
     left = {}
     for steps in range(7):
         name = f"leaves{steps}"
@@ -295,6 +365,7 @@ def aborted(
         driver.step()
     return {
         "states": sorted(left),
+        "scheduler": type(driver.scheduler).__name__,
         "tokens": first,
         "tracked": driver.check_policy_state(),
     }
@@ -382,6 +453,7 @@ def failed(
     driver.check_blocks()
     return {
         "tokens": tokens,
+        "scheduler": type(driver.scheduler).__name__,
         "loads": SEEN.loads,
         "preemptions": driver.preemptions,
         "finished": len(SEEN.finished),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import runners
 from connecting import POLICIES, SNAPKV, call, exact_blocks, recomputed, stored
 from scenarios_kv_connectors import LENGTHS
+from tiers import tiered
 
 pytestmark = pytest.mark.engine
 
-SLOW = [
-    name if name == "snapkv" else pytest.param(name, marks=pytest.mark.slow)
-    for name in POLICIES
-]
+SLOW = tiered(POLICIES, ("snapkv",))
 
 
 @pytest.fixture(scope="module")
@@ -19,13 +20,20 @@ def exact(tiny_model, tmp_path_factory):
     return exact_blocks(tiny_model, tmp_path_factory.mktemp("exact"))
 
 
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", tiered(POLICIES, ("snapkv", "kvzip")))
 def test_it_is_shown_exact_blocks_and_serves_them_back(tiny_model, exact, name):
+    """Also where the policy runs tokens of its own through the model (kvzip)."""
     result = stored(tiny_model, name, exact)
     assert result["saves"] > 0
     assert result["loads"] > 0
     # Only what no request may start from is computed, and saved, again.
     assert result["saved_again"] < result["saves"] / 4
+
+
+def check_scheduler(report: dict[str, Any], ahead: bool) -> None:
+    """Steps are in flight while others are planned, or not."""
+    kind = "Async" if ahead else ""
+    assert report["scheduler"] == f"KVPolicy{kind}Scheduler"
 
 
 @pytest.mark.slow
@@ -37,8 +45,9 @@ def test_it_is_shown_exact_blocks_with_steps_in_flight(tiny_model, exact, name, 
         name,
         exact,
         store={"keeps": keeps},
-        ahead=True,
+        environment=runners.environment("V1", asynchronous=True),
     )
+    check_scheduler(result, ahead=True)
     assert result["loads"] > 0
 
 
@@ -65,6 +74,9 @@ CUTS = {
     "prefill-blocks": 96 + 192 - 64,
     "decode-budget": 700 - 64,
     "no-queries": 700 - 1,
+    "kvzip": 700 - 1,
+    "infinipot": 700 - 1,
+    "epicache": 192,  # whole blocks before the end of a block of history, 224
 }
 
 
@@ -110,7 +122,9 @@ def test_the_longer_of_a_session_and_the_store_wins(tiny_model, exact):
 @pytest.mark.slow
 def test_clients_that_leave_while_their_prompts_are_loaded(tiny_model, exact, ahead):
     policy = SNAPKV | {"sessions": True}
-    report = call("aborted", model=tiny_model, policy=policy, path=exact, ahead=ahead)
+    environment = runners.environment("V1", asynchronous=ahead)
+    report = call("aborted", environment, model=tiny_model, policy=policy, path=exact)
+    check_scheduler(report, ahead)
     assert report["states"] == ["RUNNING", "WAITING", "WAITING_FOR_REMOTE_KVS"]
     assert report["tokens"] == recomputed(tiny_model, "snapkv")["long"]
     assert report["tracked"] == 0
@@ -129,8 +143,9 @@ def test_blocks_that_cannot_be_loaded_are_computed(
         policy=SNAPKV,
         path=exact,
         store={"loads": loads, "broken": [broken], "failure_policy": "recompute"},
-        async_scheduling=ahead,
+        environment=runners.environment("V1", asynchronous=ahead),
     )
+    check_scheduler(report, ahead)
     assert report["tokens"] == recomputed(tiny_model, "snapkv")
     assert report["loads"] > 0
     assert (report["preemptions"] > 0) == (loads == "sync")

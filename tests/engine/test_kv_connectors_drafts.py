@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 from connecting import POLICIES, SNAPKV, call, exact_blocks, recomputed, stored
 from draft_models import drafter, write_noisy_copy, write_pair
+from tiers import tiered
 
 pytestmark = pytest.mark.engine
 
-SLOW = [
-    name if name == "snapkv" else pytest.param(name, marks=pytest.mark.slow)
-    for name in POLICIES
-]
+SLOW = tiered(POLICIES, ("snapkv",))
 
 
 @pytest.fixture(scope="module")

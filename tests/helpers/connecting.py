@@ -19,6 +19,11 @@ POLICIES: dict[str, dict[str, Any]] = {
     "prefill-blocks": SNAPKV | {"prefill_block": 192},
     "decode-budget": SNAPKV | {"decode_budget": 160},
     "no-queries": {"name": "knorm", "budget": 96},
+    # They run tokens of their own through the model before they compact.
+    "kvzip": {"name": "kvzip", "budget": 96, "chunk": 200},
+    "infinipot": {"name": "infinipot", "budget": 96},
+    "epicache": {"name": "epicache", "budget": 96, "prefill_block": 128}
+    | {"sessions": False},
 }
 
 
@@ -53,4 +58,6 @@ def stored(model: str, name: str, exact: str, **arguments: Any) -> dict[str, Any
     assert result["wrong"] == [], "blocks that differ from those without a policy"
     assert result["first"] == result["again"] == recomputed(model, name)
     assert result["tracked"] == 0
+    assert result["layer_saves"] > 0
+    assert result["late"] == 0, "shown a forward pass that is no step"
     return result

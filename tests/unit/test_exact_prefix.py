@@ -163,32 +163,44 @@ def test_without_compactions_everything_is_shown():
 
 
 def test_accepted_drafts_are_shown_with_the_next_step():
-    whole = request(answer=8)
+    whole = request(answer=1)
     shown = shows(Manager(whole, plan=ResidencyPlan(SIZE)))
 
-    def interval(output: Any) -> tuple[int, int]:
-        assert output.scheduled_spec_decode_tokens == {}
-        count = output.num_scheduled_tokens["r"]
-        assert output.total_num_scheduled_tokens == count
-        start = output.scheduled_cached_reqs.num_computed_tokens[0]
+    def interval(known: int, output: Any) -> tuple[int, int]:
+        """Start and end of what is shown where so many tokens are known."""
+        whole.all_token_ids = list(range(known))
+        visible = shown.step(output)
+        assert visible.scheduled_spec_decode_tokens == {}
+        count = visible.num_scheduled_tokens["r"]
+        assert visible.total_num_scheduled_tokens == count
+        start = visible.scheduled_cached_reqs.num_computed_tokens[0]
         return start, start + count
 
     shown.step(step(new={"r": (list(range(1, 12)), 0, 42)}))
     drafts = {"r": [7, 7, 7]}
-    assert interval(shown.step(step(cached={"r": ([12], 42, 4)}, drafts=drafts))) == (
-        42,
-        43,
-    )
+    first = step(cached={"r": ([12], 42, 4)}, drafts=drafts)
+    assert interval(43, first) == (42, 43)
     # Two drafts were accepted, 43 and 44.
-    assert interval(shown.step(step(cached={"r": ([], 45, 4)}, drafts=drafts))) == (
-        43,
-        46,
-    )
+    second = step(cached={"r": ([], 45, 4)}, drafts=drafts)
+    assert interval(46, second) == (43, 46)
     # None was accepted.
-    assert interval(shown.step(step(cached={"r": ([], 46, 1)}))) == (46, 47)
+    assert interval(47, step(cached={"r": ([], 46, 1)})) == (46, 47)
     # A preempted request is computed again.
     again = step(cached={"r": (list(range(21, 32)), 0, 42)}, resumed={"r"})
-    assert interval(shown.step(again)) == (0, 42)
+    assert interval(47, again) == (0, 42)
+
+
+def test_the_token_of_a_step_in_flight_is_shown_with_the_next_step():
+    whole = request(answer=1)
+    shown = shows(Manager(whole, plan=ResidencyPlan(SIZE)))
+    shown.step(step(new={"r": (list(range(1, 12)), 0, 42)}))
+    shown.step(step(cached={"r": ([], 42, 1)}))
+    unknown = shown.step(step(cached={"r": ([], 43, 1)}))
+    assert unknown.num_scheduled_tokens == {}
+    whole.all_token_ids = list(range(44))
+    known = shown.step(step(cached={"r": ([], 44, 1)}))
+    assert known.scheduled_cached_reqs.num_computed_tokens == [43]
+    assert known.num_scheduled_tokens == {"r": 1}
 
 
 def test_drafts_of_a_request_are_hidden():

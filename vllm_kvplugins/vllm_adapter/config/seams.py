@@ -245,7 +245,7 @@ _EVERYWHERE = {
     "update_state_after_alloc(request blocks num_external_tokens) "
     "request_finished(request blocks) "
     "request_finished_all_groups(request block_ids) build_kv_connector_stats(data) "
-    "build_prom_metrics()",
+    "build_prom_metrics() wait_for_save() has_connector_metadata()",
     f"{_CONNECTOR}.multi_connector:MultiKVConnectorPromMetrics": "_prom_metrics",
     f"{_CONNECTOR}.multi_connector:MultiKVConnectorMetadata": "metadata",
     f"{_CONNECTOR}.multi_connector:MultiKVConnectorStats": "data",

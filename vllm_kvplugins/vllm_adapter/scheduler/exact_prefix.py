@@ -17,8 +17,8 @@ compaction rewrites (``ResidencyPlan.exact_prefix_blocks``). A request that cont
 session is hidden altogether, but for its shared prefix. Without compactions everything
 is shown.
 
-Drafts of speculative decoding are hidden as well, because the model may reject them.
-Those that it accepts are shown with the next step, as tokens of that step::
+Tokens that the scheduler does not know yet are hidden as well: drafts, which the model
+may reject, and the token of a step in flight. They are shown with the next step::
 
     step       scheduled by vLLM             accepted       shown
     n          token t, drafts t+1 t+2 t+3   t+1, t+2       [t, t+1)
@@ -245,7 +245,7 @@ class ExactPrefix:
             request,
             shown,
             new.num_computed_tokens,
-            _known_tokens(output, new.req_id),
+            output.num_scheduled_tokens[new.req_id],
         )
         scheduled[new.req_id] = tokens
         return replace(
@@ -275,7 +275,7 @@ class ExactPrefix:
                 request,
                 shown,
                 cached.num_computed_tokens[index],
-                _known_tokens(output, request_id),
+                output.num_scheduled_tokens[request_id],
             )
             if not (tokens or visible_ids):
                 continue
@@ -310,17 +310,16 @@ class ExactPrefix:
         """Computed and scheduled tokens of a step, without those that are hidden.
 
         A connector loads up to the end of a block, also where the policy computes the
-        last loaded tokens again, because it needs their queries. A step begins where
-        the last one ended: in between, accepted drafts have become tokens.
-
-        Args:
-            scheduled: without drafts.
+        last loaded tokens again, because it needs their queries. A step ends with the
+        last known token, and begins where the last one ended: in between, accepted
+        drafts have become tokens.
         """
         exact = self.exact_tokens(request)
         start = min(max(computed, shown.loaded_tokens), max(exact, shown.loaded_tokens))
         if shown.end_tokens is not None:
             start = min(start, shown.end_tokens)
-        tokens = max(min(computed + scheduled, exact) - start, 0)
+        end = min(computed + scheduled, request.num_tokens, exact)
+        tokens = max(end - start, 0)
         shown.end_tokens = start + tokens
         return start, tokens
 
@@ -348,12 +347,6 @@ class ExactPrefix:
         null = self._manager.block_pool.null_block.block_id
         first = list(block_ids[:count])
         return first[: first.index(null)] if null in first else first
-
-
-def _known_tokens(output: Any, request_id: str) -> int:
-    """Tokens of a request in a step of vLLM, without drafts."""
-    drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
-    return int(output.num_scheduled_tokens[request_id]) - len(drafts)
 
 
 def _first(tokens: list[int] | None, count: int) -> list[int] | None:
