@@ -64,6 +64,28 @@ def test_it_is_shown_no_block_of_the_past(tiny_model, exact, name):
     assert (result["released"] > 0) == (name != "icecache")
 
 
+@pytest.fixture(scope="module")
+def exact_fp8(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fp8")
+    return exact_blocks(tiny_model, folder, cache="fp8")
+
+
+@pytest.mark.parametrize(
+    ("name", "filled"),
+    [
+        ("snapkv", True),
+        pytest.param("snapkv", False, marks=pytest.mark.slow),
+        pytest.param("flowkv", False, marks=pytest.mark.slow),
+        pytest.param("kvzip", False, marks=pytest.mark.slow),
+        pytest.param("full", False, marks=pytest.mark.slow),
+    ],
+)
+def test_elements_of_an_fp8_cache_are_exact(tiny_model, exact_fp8, name, filled):
+    result = stored(tiny_model, name, exact_fp8, cache="fp8", filled=filled)
+    assert result["types"] == ["torch.uint8"]
+    assert result["loads"] > 0
+
+
 # First compaction of the long prompt, and the newest queries that it needs.
 CUTS = {
     "snapkv": 700 - 64,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +41,24 @@ def exact_blocks(model: str, folder: Path, **arguments: Any) -> str:
     return path
 
 
-@cache
-def recomputed(model: str, name: str) -> Any:
+@functools.cache
+def recomputed(model: str, name: str, cache: str = "auto") -> Any:
     """Tokens of a policy without another connector."""
-    return call("recomputed", model=model, policy=POLICIES[name])
+    return call("recomputed", model=model, policy=POLICIES[name], cache=cache)
 
 
-def stored(model: str, name: str, exact: str, **arguments: Any) -> dict[str, Any]:
+def stored(
+    model: str, name: str, exact: str, cache: str = "auto", **arguments: Any
+) -> dict[str, Any]:
     """Two rounds of prompts next to a store, which sees exact blocks only. Both give
     the tokens of an engine without it, and nothing stays behind.
     """
     policy = POLICIES[name]
     result: dict[str, Any] = call(
-        "stored", model=model, policy=policy, path=exact, **arguments
+        "stored", model=model, policy=policy, path=exact, cache=cache, **arguments
     )
     assert result["wrong"] == [], "blocks that differ from those without a policy"
-    assert result["first"] == result["again"] == recomputed(model, name)
+    assert result["first"] == result["again"] == recomputed(model, name, cache)
     assert result["tracked"] == 0
     assert result["layer_saves"] > 0
     assert result["late"] == 0, "shown a forward pass that is no step"
