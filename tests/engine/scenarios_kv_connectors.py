@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import fp8_kernels
 from driver import Driver, make_llm
 from texts import random_tokens
 from tiny_model import VOCABULARY
@@ -11,6 +12,7 @@ from tiny_model import VOCABULARY
 LENGTHS = {"short": 45, "middle": 333, "long": 700}
 TURN_ENDS = {"short": [20], "middle": [150, 300], "long": [200, 320, 600]}
 ANSWER = 40
+SEED = 5  # of the drafts that are wrong
 
 
 def prompts() -> dict[str, list[int]]:
@@ -45,30 +47,65 @@ def engine(
     model: str,
     policy: dict[str, Any] | None,
     store: dict[str, Any] | None,
+    drafts: dict[str, Any] | None = None,
+    cache: str = "auto",
     **settings: Any,
 ) -> Driver:
+    """An engine.
+
+    Args:
+        cache: vLLM's type of the cache. An fp8 cache has its kernels in torch, so that
+            all CPUs run it.
+        store: settings of the store; None: no connector.
+        drafts: ``answers`` by name of the prompt, of which an oracle drafts tokens, one
+            in four of them wrong; or a ``drafter``. None: no speculation.
+    """
     arguments = {
         "max_num_batched_tokens": 256,
         "num_gpu_blocks_override": 200,
         "max_model_len": 1024,
+        "skip_tokenizer_init": False,  # some policies and drafters need it
+        "kv_cache_dtype": cache,
     } | settings
+    if cache != "auto":
+        fp8_kernels.install()
     if store is not None:
         arguments["kv_transfer_config"] = transfer(**store)
-    return Driver(make_llm(model, policy, **arguments))
+    if drafts:
+        from scenarios_speculation import NGRAM, Oracle
+
+        arguments |= {
+            "speculative_config": drafts.get("drafter", NGRAM),
+            "disable_log_stats": False,
+        }
+    driver = Driver(make_llm(model, policy, **arguments))
+    if drafts and "answers" in drafts:
+        oracle = Oracle(driver, SEED)
+        for name, answer in drafts["answers"].items():
+            oracle.learn(prompts()[name] + answer)
+    return driver
 
 
 def ask(
-    driver: Driver, suffix: str = "", names: Any = LENGTHS, preempt_at: Any = ()
+    driver: Driver,
+    suffix: str = "",
+    names: Any = LENGTHS,
+    preempt_at: Any = (),
+    answer: int = ANSWER,
 ) -> dict[str, list[int]]:
     """Run prompts together.
 
     Args:
+        answer: tokens of each answer.
         preempt_at: steps after which all running requests lose their blocks.
     """
-    has_turns = hasattr(driver.manager, "plans")
+    policy = getattr(driver.manager.kv_cache_spec, "policy", None)
+    turns = policy.turns if policy else None
+    patched = random_tokens(9, 40, VOCABULARY) if turns and turns.history_only else None
     for name in names:
-        ends = TURN_ENDS[name] if has_turns else None
-        driver.add(name + suffix, prompts()[name], ANSWER, turn_ends=ends)
+        ends = TURN_ENDS[name] if policy else None
+        prompt = prompts()[name]
+        driver.add(name + suffix, prompt, answer, turn_ends=ends, patched=patched)
     for step in range(max(preempt_at, default=0)):
         driver.step()
         if step + 1 in preempt_at:
@@ -79,12 +116,17 @@ def ask(
     return {name: driver.tokens[name + suffix] for name in names}
 
 
-def exact(model: str, path: str) -> dict[str, list[int]]:
+def exact(
+    model: str,
+    path: str,
+    drafts: dict[str, Any] | None = None,
+    cache: str = "auto",
+) -> dict[str, list[int]]:
     """What an engine without a policy computes and stores."""
     import torch
     from store_connector import STORE
 
-    driver = engine(model, None, {"loads": "no"})
+    driver = engine(model, None, {"loads": "no", "drafts": bool(drafts)}, drafts, cache)
     tokens = ask(driver)
     torch.save(STORE, path)
     return tokens
@@ -98,25 +140,41 @@ def recomputed(
     return ask(driver)
 
 
-def wrong_contents(path: str) -> list[Any]:
+def wrong_contents(path: str, drafted: str | None = None) -> list[int]:
     """Saved blocks that differ from those of an engine without a policy.
 
+    Args:
+        drafted: what ``exact`` stored with a drafter, for the drafter's layers.
+
     Returns:
-        Per such block: tokens up to its end, largest difference; inf: unknown text.
+        Tokens up to the end of each such block.
     """
     import torch
     from store_connector import SEEN
 
-    stock = torch.load(path)
+    with_drafter = torch.load(drafted) if drafted else {}
+    return differing(SEEN.contents, torch.load(path), with_drafter)
+
+
+def differing(contents: Any, stock: Any, with_drafter: Any) -> list[int]:
+    """What ``wrong_contents`` returns, of any saved blocks."""
     wrong = []
-    for key, layers in SEEN.contents:
-        worst = float("inf")
-        if key in stock:
-            pairs = zip(layers.values(), stock[key].values(), strict=True)
-            worst = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
-        if not worst < 1e-4:
-            wrong.append([len(key), str(worst)])
+    for key, layers in contents:
+        expected = with_drafter.get(key, {}) | stock.get(key, {})
+        is_known = key in stock and expected.keys() == layers.keys()
+        if not is_known or any(
+            differs(block, expected[name]) for name, block in layers.items()
+        ):
+            wrong.append(len(key))
     return wrong
+
+
+def differs(ours: Any, theirs: Any) -> bool:
+    """Whether two blocks of one layer differ by more than rounding."""
+    if ours.is_floating_point():
+        return not float((ours - theirs).abs().max()) < 1e-4
+    # fp8: rounding may change single elements.
+    return float((ours != theirs).float().mean()) > 0.01
 
 
 def stored(
@@ -126,20 +184,24 @@ def stored(
     store: dict[str, Any] | None = None,
     filled: bool = False,
     preempt_at: Any = (),
-    ahead: bool = False,
+    drafts: dict[str, Any] | None = None,
+    drafted: str | None = None,
+    cache: str = "auto",
 ) -> dict[str, Any]:
     """Serve prompts twice, with an empty prefix cache each time.
 
     Args:
         path: what ``exact`` stored.
         filled: the store starts with that.
+        drafts: of ``engine``.
+        drafted: what ``exact`` stored with a drafter.
     """
     import torch
     from store_connector import SEEN, STORE
 
     if filled:
-        STORE.update(torch.load(path))
-    driver = engine(model, policy, store or {}, async_scheduling=ahead)
+        STORE.update(torch.load(drafted or path))
+    driver = engine(model, policy, store or {}, drafts, cache)
     first = ask(driver, preempt_at=preempt_at)
     saves = len(SEEN.saves)
     assert driver.scheduler.reset_prefix_cache()
@@ -159,11 +221,93 @@ def stored(
         "loads": SEEN.loads,
         "released": SEEN.released,
         "finished": SEEN.finished,
-        "wrong": wrong_contents(path),
+        "wrong": wrong_contents(path, drafted),
+        "types": sorted(
+            {str(b.dtype) for _, layers in SEEN.contents for b in layers.values()}
+        ),
+        "answers": sum(len(key) > LENGTHS[name] for key, name in saved_keys()),
+        "layers": sorted({len(layers) for _, layers in SEEN.contents}),
         "longest": max(SEEN.lengths, default=0),
+        "layer_saves": SEEN.layers,
+        "late": SEEN.late,
         "tracked": driver.check_policy_state(),
         "preemptions": driver.preemptions,
+        "scheduler": type(driver.scheduler).__name__,
+        "runner": "V2" if hasattr(driver.worker.model_runner, "req_states") else "V1",
+        **accepted(driver, drafts),
     }
+
+
+def accepted(driver: Driver, drafts: dict[str, Any] | None) -> dict[str, int]:
+    """vLLM's counters of drafts; empty without speculation."""
+    from scenarios_speculation import acceptance
+
+    return acceptance(driver.llm) if drafts else {}
+
+
+def saved_keys() -> list[tuple[tuple[int, ...], str]]:
+    """Keys of all saved blocks, with the name of the prompt."""
+    from store_connector import SEEN
+
+    names = {tuple(prompt[:32]): name for name, prompt in prompts().items()}
+    return [(key, names[key[:32]]) for key, _ in SEEN.saves]
+
+
+RANKS = 2
+
+
+def on_ranks(
+    model: str,
+    policy: dict[str, Any] | None,
+    folder: str,
+    exact: str | None = None,
+    filled: bool = False,
+    drafts: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Serve prompts twice on two ranks of tensor parallelism, one store per rank.
+
+    Args:
+        folder: where each rank writes what it saves.
+        exact: that folder of an engine without a policy and without drafts.
+        filled: the stores start with its blocks.
+    """
+    from pathlib import Path
+
+    import torch
+
+    store = {"folder": folder, "drafts": policy is None}
+    if policy is None:
+        store["loads"] = "no"
+    if filled:
+        store["source"] = exact
+    driver = engine(
+        model,
+        policy,
+        store,
+        drafts,
+        tensor_parallel_size=RANKS,
+        distributed_executor_backend="mp",
+    )
+    names, answer = ("short", "long"), 20  # ranks of one core are slow
+    report: dict[str, Any] = {"first": ask(driver, names=names, answer=answer)}
+    if policy is not None:
+        assert driver.scheduler.reset_prefix_cache()
+        report["again"] = ask(driver, "-again", names, answer=answer)
+        report["cached"] = driver.cached["long-again"]
+        report["tracked"] = driver.llm.collective_rpc("kv_policy_check_integrity")
+        report["compactions"] = driver.manager.compactions
+        report |= accepted(driver, drafts)
+    driver.check_blocks()
+    driver.core.model_executor.shutdown()
+    if exact is not None:
+        files = [f"rank{rank}.pt" for rank in range(RANKS)]
+        saved = [torch.load(Path(folder, name)) for name in files]
+        stock = [dict(torch.load(Path(exact, name))) for name in files]
+        report["saves"] = [len(each) for each in saved]
+        report["wrong"] = [
+            differing(*pair, {}) for pair in zip(saved, stock, strict=True)
+        ]
+    return report
 
 
 def longer(model: str, policy: dict[str, Any], path: str) -> dict[str, Any]:
@@ -208,7 +352,10 @@ def longer(model: str, policy: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def aborted(
-    model: str, policy: dict[str, Any], path: str, ahead: bool
+    model: str,
+    policy: dict[str, Any],
+    path: str,
+    drafts: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Clients leave while their prompts are loaded, and right after."""
     import torch
@@ -216,7 +363,7 @@ def aborted(
 
     STORE.update(torch.load(path))
     store = {"loads": "async", "steps": 4}
-    driver = engine(model, policy, store, async_scheduling=ahead)
+    driver = engine(model, policy, store, drafts)
     left = {}
     for steps in range(7):
         name = f"leaves{steps}"
@@ -237,8 +384,73 @@ def aborted(
         driver.step()
     return {
         "states": sorted(left),
+        "scheduler": type(driver.scheduler).__name__,
         "tokens": first,
         "tracked": driver.check_policy_state(),
+    }
+
+
+def aborted_in_step(
+    model: str, policy: dict[str, Any], path: str, drafts: dict[str, Any]
+) -> dict[str, Any]:
+    """Clients leave after the model has verified drafts and before vLLM counts them.
+
+    The store saves the blocks of a request when it ends.
+    """
+    driver = engine(model, policy, {"keeps": True, "loads": "no"}, drafts)
+    count = driver.scheduler.update_from_output
+    unverified: list[int] = []
+
+    def leave(output: Any, *args: Any) -> Any:
+        lengths = output.scheduled_spec_decode_tokens
+        for request_id, tokens in lengths.items():
+            request = driver.scheduler.requests[request_id]
+            # The step fills a block with drafts.
+            if request.num_computed_tokens // 32 > request.num_tokens // 32:
+                unverified.append(len(tokens))
+                driver.core.abort_requests([request_id])
+        return count(output, *args)
+
+    driver.scheduler.update_from_output = leave
+    names = ["short", "middle"]
+    for name in names:
+        driver.add(name, prompts()[name], ANSWER, turn_ends=[])
+    for _ in range(60):
+        driver.step()
+    driver.check_blocks()
+    return {
+        "unverified": unverified,
+        "wrong": wrong_contents(path),
+        "saved": len(saved_keys()),
+        "tracked": driver.check_policy_state(),
+    }
+
+
+def one_left(
+    model: str, policy: dict[str, Any], path: str | None, speculates: bool
+) -> dict[str, Any]:
+    """All tokens of a prompt but one are there, and a compaction follows the last one.
+
+    Args:
+        path: what ``exact`` stored; None: a session has the tokens.
+    """
+    import torch
+    from store_connector import STORE
+
+    drafts = {"answers": {}} if speculates else None
+    driver = engine(model, policy, {} if path else None, drafts)
+    prompt = prompts()["long"][:321]
+    if path:
+        STORE.update(torch.load(path))
+    else:
+        prompt += driver.generate({"first": prompt}, ANSWER)["first"]
+        assert driver.scheduler.reset_prefix_cache()
+    before = driver.manager.compactions
+    tokens = driver.generate({"again": prompt}, ANSWER)["again"]
+    return {
+        "tokens": tokens,
+        "left": len(prompt) - driver.cached["again"],
+        "compactions": driver.manager.compactions - before,
     }
 
 
@@ -247,22 +459,24 @@ def failed(
     policy: dict[str, Any],
     path: str,
     store: dict[str, Any],
+    drafted: str | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """A block cannot be loaded, while other requests run."""
     import torch
     from store_connector import SEEN, STORE
 
-    STORE.update(torch.load(path))
+    STORE.update(torch.load(drafted or path))
     driver = engine(model, policy, store, **settings)
     tokens = ask(driver)
     driver.check_blocks()
     return {
         "tokens": tokens,
+        "scheduler": type(driver.scheduler).__name__,
         "loads": SEEN.loads,
         "preemptions": driver.preemptions,
         "finished": len(SEEN.finished),
-        "wrong": wrong_contents(path),
+        "wrong": wrong_contents(path, drafted),
         "tracked": driver.check_policy_state(),
     }
 
@@ -274,6 +488,7 @@ def shared(
     names: list[str],
     role: str,
     multi: bool = False,
+    drafts: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Serve prompts with vLLM's ExampleConnector, one after the other.
 
@@ -282,7 +497,7 @@ def shared(
     from pathlib import Path
 
     store = {"shared_storage_path": folder, "role": role, "multi": multi}
-    driver = engine(model, policy, store, max_num_batched_tokens=1024)
+    driver = engine(model, policy, store, drafts, max_num_batched_tokens=1024)
     tokens = {}
     for name in names:
         tokens |= ask(driver, names=[name])
@@ -290,4 +505,5 @@ def shared(
         "tokens": tokens,
         "cached": {name: driver.cached[name] for name in names},
         "files": len(list(Path(folder).glob("*/*.safetensors"))),
+        **accepted(driver, drafts),
     }

@@ -7,21 +7,31 @@ It stores whole blocks in memory, under the tokens up to the end of each. Settin
     steps   an asynchronous load arrives after this many steps (1)
     keeps   save blocks when a request ends, and hold them until then
     broken  lists of tokens: loads of blocks that end there fail
+    drafts  the engine may schedule drafts, which are left out; under a policy it must
+            not show any
+    folder  worker and scheduler are different processes: each rank writes what it saves
+            into a file of this folder, and the scheduler notes which keys it sends
+    source  such a folder of another engine, whose blocks can be loaded
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
+    KVConnectorRole,
 )
 
 Key = tuple[int, ...]
 # Block contents by key and layer. Lives as long as the process.
 STORE: dict[Key, dict[str, Any]] = {}
+# Keys in the stores of the workers, if they are other processes.
+SENT: set[Key] = set()
 
 
 @dataclass
@@ -35,6 +45,8 @@ class Seen:
     lengths: list[int] = field(default_factory=list)  # tokens of requests, as shown
     loads: int = 0
     released: int = 0
+    layers: int = 0  # saves of single layers
+    late: int = 0  # calls for single layers after all blocks of the step were saved
 
 
 SEEN = Seen()
@@ -54,6 +66,16 @@ class StoreMetadata(KVConnectorMetadata):
     kept: list[Transfer]
 
 
+def _rank() -> int:
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
+
+
+def _file_of_rank(rank: int) -> str:
+    return f"rank{rank}.pt"
+
+
 class StoreConnector(KVConnectorBase_V1):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,6 +84,10 @@ class StoreConnector(KVConnectorBase_V1):
         self._steps = settings.get("steps", 1)
         self._keeps = settings.get("keeps", False)
         self._broken = settings.get("broken", [])
+        self._drafts = settings.get("drafts", False)
+        self._folder = settings.get("folder")
+        if source := settings.get("source"):
+            self._read(Path(source))
         self._size = self._vllm_config.cache_config.block_size
         # scheduler
         self._requests: dict[str, Any] = {}
@@ -74,11 +100,16 @@ class StoreConnector(KVConnectorBase_V1):
         self._arriving: list[tuple[int, Transfer]] = []  # steps to go
         self._sent: set[str] = set()
         self._invalid: set[int] = set()
+        self._has_saved = False
 
     # -- scheduler ----------------------------------------------------------------
 
     def _key(self, request: Any, block: int) -> Key:
         return tuple(request.all_token_ids[: (block + 1) * self._size])
+
+    def _has(self, request: Any, block: int) -> bool:
+        key = self._key(request, block)
+        return key in STORE or key in SENT
 
     def on_new_request(self, request: Any) -> None:
         self._requests[request.request_id] = request
@@ -92,7 +123,7 @@ class StoreConnector(KVConnectorBase_V1):
         assert len(request.all_token_ids) == request.num_tokens
         first = block = num_computed_tokens // self._size
         while (block + 1) * self._size < request.num_tokens:
-            if self._key(request, block) not in STORE:
+            if not self._has(request, block):
                 break
             block += 1
         return (block - first) * self._size, block > first and self._loads == "async"
@@ -108,7 +139,7 @@ class StoreConnector(KVConnectorBase_V1):
         count = num_external_tokens // self._size
         stop = 0
         while (stop + 1) * self._size < request.num_tokens and (
-            self._key(request, stop) in STORE
+            self._has(request, stop)
         ):
             stop += 1
         keys = [self._key(request, block) for block in range(stop - count, stop)]
@@ -124,20 +155,26 @@ class StoreConnector(KVConnectorBase_V1):
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for new in scheduler_output.scheduled_new_reqs:
             computed[new.req_id] = new.num_computed_tokens
+            self._tables[new.req_id] = []  # a resumed one, with model runner V2
         saves = []
         for request_id, groups, resumed in yield_req_data(scheduler_output):
-            if resumed or request_id not in self._tables:
+            if resumed:
                 self._tables[request_id] = []
             table = self._tables[request_id]
             table += groups[0] if groups else []
             end = computed[request_id]
             end += scheduler_output.num_scheduled_tokens[request_id]
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
+            assert self._drafts or not drafts
+            end -= len(drafts)
             stop = end // self._size
             start = min(self._saved.get(request_id, 0), stop)
             self._saved[request_id] = stop
             request = self._requests[request_id]
             keys = [self._key(request, block) for block in range(start, stop)]
             if keys and not self._keeps:
+                if self._folder:
+                    SENT.update(keys)
                 saves.append(Transfer(request_id, keys, table[start:stop]))
         meta = StoreMetadata(saves, self._to_load, self._to_keep)
         self._to_load, self._to_keep = [], []
@@ -184,17 +221,37 @@ class StoreConnector(KVConnectorBase_V1):
             for layer, cache in self._caches.items():
                 cache[block] = STORE[key][layer]
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._has_saved = False
+
     def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
+        SEEN.late += self._has_saved
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        SEEN.layers += 1
+        SEEN.late += self._has_saved
 
     def wait_for_save(self) -> None:
+        self._has_saved = True
         meta = self._get_connector_metadata()
         assert isinstance(meta, StoreMetadata)
         for save in meta.saves:
             self._save(save)
+        if meta.saves and self._folder:
+            self._write(Path(self._folder))
+
+    def _read(self, folder: Path) -> None:
+        """Fill the store of this rank; in the scheduler, note the keys."""
+        is_worker = self.role == KVConnectorRole.WORKER
+        contents = torch.load(folder / _file_of_rank(_rank() if is_worker else 0))
+        if is_worker:
+            STORE.update(contents)
+        else:
+            SENT.update(key for key, _ in contents)
+
+    def _write(self, folder: Path) -> None:
+        torch.save(SEEN.contents, folder / _file_of_rank(_rank()))
 
     def _save(self, save: Transfer) -> None:
         for key, block in zip(save.keys, save.blocks, strict=True):

@@ -2,71 +2,38 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
-from harness import run_scenario
+import runners
+from connecting import POLICIES, SNAPKV, call, exact_blocks, recomputed, stored
 from scenarios_kv_connectors import LENGTHS
+from tiers import tiered
 
 pytestmark = pytest.mark.engine
 
-SNAPKV = {"name": "snapkv", "budget": 96}  # its window is 64 tokens
-FLOWKV = {"name": "flowkv", "ratio": 0.5, "sessions": False}
-POLICIES: dict[str, dict[str, Any]] = {
-    "snapkv": SNAPKV,
-    "flowkv": FLOWKV,
-    "icecache": {"name": "icecache", "budget": 128, "skip_layers": 1},
-    "streaming-llm": {"name": "streaming-llm", "budget": 96},
-    "full": {"name": "full"},
-    "prefill-blocks": SNAPKV | {"prefill_block": 192},
-    "decode-budget": SNAPKV | {"decode_budget": 160},
-    "no-queries": {"name": "knorm", "budget": 96},
-}
-SLOW = [
-    name if name == "snapkv" else pytest.param(name, marks=pytest.mark.slow)
-    for name in POLICIES
-]
-
-
-def call(scenario: str, **arguments: Any) -> Any:
-    return run_scenario(f"scenarios_kv_connectors:{scenario}", arguments)
+SLOW = tiered(POLICIES, ("snapkv",))
 
 
 @pytest.fixture(scope="module")
 def exact(tiny_model, tmp_path_factory):
-    """File with the blocks that vLLM stores without a policy."""
-    path = str(tmp_path_factory.mktemp("exact") / "store.pt")
-    call("exact", model=tiny_model, path=path)
-    return path
+    return exact_blocks(tiny_model, tmp_path_factory.mktemp("exact"))
 
 
-@cache
-def recomputed(model: str, name: str) -> Any:
-    return call("recomputed", model=model, policy=POLICIES[name])
-
-
-def stored(model: str, name: str, exact: str, **arguments: Any) -> dict[str, Any]:
-    """Two rounds of prompts next to a store, which sees exact blocks only. Both give
-    the tokens of an engine without it, and nothing stays behind.
-    """
-    policy = POLICIES[name]
-    result: dict[str, Any] = call(
-        "stored", model=model, policy=policy, path=exact, **arguments
-    )
-    assert result["wrong"] == [], "blocks that differ from those without a policy"
-    assert result["first"] == result["again"] == recomputed(model, name)
-    assert result["tracked"] == 0
-    return result
-
-
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", tiered(POLICIES, ("snapkv", "kvzip")))
 def test_it_is_shown_exact_blocks_and_serves_them_back(tiny_model, exact, name):
+    """Also where the policy runs tokens of its own through the model (kvzip)."""
     result = stored(tiny_model, name, exact)
     assert result["saves"] > 0
     assert result["loads"] > 0
     # Only what no request may start from is computed, and saved, again.
     assert result["saved_again"] < result["saves"] / 4
+
+
+def check_scheduler(report: dict[str, Any], ahead: bool) -> None:
+    """Steps are in flight while others are planned, or not."""
+    kind = "Async" if ahead else ""
+    assert report["scheduler"] == f"KVPolicy{kind}Scheduler"
 
 
 @pytest.mark.slow
@@ -78,8 +45,9 @@ def test_it_is_shown_exact_blocks_with_steps_in_flight(tiny_model, exact, name, 
         name,
         exact,
         store={"keeps": keeps},
-        ahead=True,
+        environment=runners.environment("V1", asynchronous=True),
     )
+    check_scheduler(result, ahead=True)
     assert result["loads"] > 0
 
 
@@ -96,6 +64,28 @@ def test_it_is_shown_no_block_of_the_past(tiny_model, exact, name):
     assert (result["released"] > 0) == (name != "icecache")
 
 
+@pytest.fixture(scope="module")
+def exact_fp8(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fp8")
+    return exact_blocks(tiny_model, folder, cache="fp8")
+
+
+@pytest.mark.parametrize(
+    ("name", "filled"),
+    [
+        ("snapkv", True),
+        pytest.param("snapkv", False, marks=pytest.mark.slow),
+        pytest.param("flowkv", False, marks=pytest.mark.slow),
+        pytest.param("kvzip", False, marks=pytest.mark.slow),
+        pytest.param("full", False, marks=pytest.mark.slow),
+    ],
+)
+def test_elements_of_an_fp8_cache_are_exact(tiny_model, exact_fp8, name, filled):
+    result = stored(tiny_model, name, exact_fp8, cache="fp8", filled=filled)
+    assert result["types"] == ["torch.uint8"]
+    assert result["loads"] > 0
+
+
 # First compaction of the long prompt, and the newest queries that it needs.
 CUTS = {
     "snapkv": 700 - 64,
@@ -106,6 +96,9 @@ CUTS = {
     "prefill-blocks": 96 + 192 - 64,
     "decode-budget": 700 - 64,
     "no-queries": 700 - 1,
+    "kvzip": 700 - 1,
+    "infinipot": 700 - 1,
+    "epicache": 192,  # whole blocks before the end of a block of history, 224
 }
 
 
@@ -151,7 +144,9 @@ def test_the_longer_of_a_session_and_the_store_wins(tiny_model, exact):
 @pytest.mark.slow
 def test_clients_that_leave_while_their_prompts_are_loaded(tiny_model, exact, ahead):
     policy = SNAPKV | {"sessions": True}
-    report = call("aborted", model=tiny_model, policy=policy, path=exact, ahead=ahead)
+    environment = runners.environment("V1", asynchronous=ahead)
+    report = call("aborted", environment, model=tiny_model, policy=policy, path=exact)
+    check_scheduler(report, ahead)
     assert report["states"] == ["RUNNING", "WAITING", "WAITING_FOR_REMOTE_KVS"]
     assert report["tokens"] == recomputed(tiny_model, "snapkv")["long"]
     assert report["tracked"] == 0
@@ -170,8 +165,9 @@ def test_blocks_that_cannot_be_loaded_are_computed(
         policy=SNAPKV,
         path=exact,
         store={"loads": loads, "broken": [broken], "failure_policy": "recompute"},
-        async_scheduling=ahead,
+        environment=runners.environment("V1", asynchronous=ahead),
     )
+    check_scheduler(report, ahead)
     assert report["tokens"] == recomputed(tiny_model, "snapkv")
     assert report["loads"] > 0
     assert (report["preemptions"] > 0) == (loads == "sync")

@@ -177,16 +177,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {
             "model": "hybrid",
             "max_model_len": 4096,
-            "speculative_config": NGRAM,
             "kv_transfer_config": own_connector("LayoutReader"),
         },
         [
             "1. [KVP049] h2o observes every token of a prompt",
             "2. [KVP049]",
             "layers with a window",
-            "3. [KVP049]",
-            "remove --speculative-config",
-            "4. [KVP049] 'LayoutReader' needs the cache layout NHD",
+            "3. [KVP049] 'LayoutReader' needs the cache layout NHD",
             "or remove --kv-transfer-config",
         ],
     ),

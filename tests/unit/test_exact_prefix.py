@@ -92,6 +92,7 @@ def step(
     new: dict[str, tuple[list[int], int, int]] | None = None,
     cached: dict[str, tuple[list[int], int, int]] | None = None,
     resumed: set[str] | None = None,
+    drafts: dict[str, list[int]] | None = None,
 ) -> Any:
     """A SchedulerOutput: per request its new blocks, computed and scheduled tokens."""
     new, cached = new or {}, cached or {}
@@ -114,7 +115,7 @@ def step(
         ),
         num_scheduled_tokens={name: n for name, (_, _, n) in (new | cached).items()},
         total_num_scheduled_tokens=sum(n for _, _, n in (new | cached).values()),
-        scheduled_spec_decode_tokens={},
+        scheduled_spec_decode_tokens=drafts or {},
         scheduled_encoder_inputs={},
         finished_req_ids={"gone"},
         free_encoder_mm_hashes=[],
@@ -159,6 +160,56 @@ def test_without_compactions_everything_is_shown():
     assert output.scheduled_cached_reqs.new_block_ids == [([9],)]
     assert shown.request(whole).num_tokens == 45
     assert shown.finished(whole, [1, 2, 3]) == [1, 2, 3]
+
+
+def test_accepted_drafts_are_shown_with_the_next_step():
+    whole = request(answer=1)
+    shown = shows(Manager(whole, plan=ResidencyPlan(SIZE)))
+
+    def interval(known: int, output: Any) -> tuple[int, int]:
+        """Start and end of what is shown where so many tokens are known."""
+        whole.all_token_ids = list(range(known))
+        visible = shown.step(output)
+        assert visible.scheduled_spec_decode_tokens == {}
+        count = visible.num_scheduled_tokens["r"]
+        assert visible.total_num_scheduled_tokens == count
+        start = visible.scheduled_cached_reqs.num_computed_tokens[0]
+        return start, start + count
+
+    shown.step(step(new={"r": (list(range(1, 12)), 0, 42)}))
+    drafts = {"r": [7, 7, 7]}
+    first = step(cached={"r": ([12], 42, 4)}, drafts=drafts)
+    assert interval(43, first) == (42, 43)
+    # Two drafts were accepted, 43 and 44.
+    second = step(cached={"r": ([], 45, 4)}, drafts=drafts)
+    assert interval(46, second) == (43, 46)
+    # None was accepted.
+    assert interval(47, step(cached={"r": ([], 46, 1)})) == (46, 47)
+    # A preempted request is computed again.
+    again = step(cached={"r": (list(range(21, 32)), 0, 42)}, resumed={"r"})
+    assert interval(47, again) == (0, 42)
+
+
+def test_the_token_of_a_step_in_flight_is_shown_with_the_next_step():
+    whole = request(answer=1)
+    shown = shows(Manager(whole, plan=ResidencyPlan(SIZE)))
+    shown.step(step(new={"r": (list(range(1, 12)), 0, 42)}))
+    shown.step(step(cached={"r": ([], 42, 1)}))
+    unknown = shown.step(step(cached={"r": ([], 43, 1)}))
+    assert unknown.num_scheduled_tokens == {}
+    whole.all_token_ids = list(range(44))
+    known = shown.step(step(cached={"r": ([], 44, 1)}))
+    assert known.scheduled_cached_reqs.num_computed_tokens == [43]
+    assert known.num_scheduled_tokens == {"r": 1}
+
+
+def test_drafts_of_a_request_are_hidden():
+    whole = request(answer=3)
+    whole.spec_token_ids = [7, 7]
+    whole.num_computed_tokens = 47  # of a step whose drafts are not verified
+    visible = shows(Manager(whole, plan=ResidencyPlan(SIZE))).request(whole)
+    assert visible.spec_token_ids == []
+    assert visible.num_tokens_with_spec == visible.num_computed_tokens == 45
 
 
 def test_the_visible_request_ends_with_the_exact_prefix():

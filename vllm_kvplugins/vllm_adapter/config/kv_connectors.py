@@ -144,11 +144,6 @@ def problems(
             "recurrent state, whose blocks the policy does not manage; use a model "
             "with full attention"
         )
-    if vllm_config.speculative_config is not None:
-        reasons.append(
-            "drafts that the model rejects would be counted as computed; remove "
-            "--speculative-config"
-        )
     for config in _leaves(theirs):
         layout = _required_layout(config, vllm_config)
         if layout is not None:

@@ -144,7 +144,8 @@ _EVERYWHERE = {
     "_connector_finished(request) _preempt_request("
     "request timestamp drop_stale_output) prev_step_scheduled_req_ids running "
     "connector kv_cache_manager block_size needs_kv_cache_zeroing requests vllm_config "
-    "recompute_kv_load_failures",
+    "recompute_kv_load_failures num_spec_tokens dynamic_sd_lookup "
+    "max_num_running_reqs",
     f"{_CORE}.sched.async_scheduler:AsyncScheduler": "_reserve_prefill_lookahead("
     "request num_computed_tokens num_new_tokens) "
     "_get_local_prefix_cache_hit(request)",
@@ -244,7 +245,7 @@ _EVERYWHERE = {
     "update_state_after_alloc(request blocks num_external_tokens) "
     "request_finished(request blocks) "
     "request_finished_all_groups(request block_ids) build_kv_connector_stats(data) "
-    "build_prom_metrics()",
+    "build_prom_metrics() wait_for_save() has_connector_metadata()",
     f"{_CONNECTOR}.multi_connector:MultiKVConnectorPromMetrics": "_prom_metrics",
     f"{_CONNECTOR}.multi_connector:MultiKVConnectorMetadata": "metadata",
     f"{_CONNECTOR}.multi_connector:MultiKVConnectorStats": "data",

@@ -10,6 +10,7 @@ and all after it. Under a policy, no rejected draft may leave a trace:
   (``engine/draft_layers.py``). The drafter runs before the compaction of its step. Its
   cache has the dtype of the model's; the worker checks the layers, whose checkpoint may
   ask for another one (``worker/draft_layers.py``).
+- Another KV connector is shown accepted tokens only (``scheduler.exact_prefix``).
 
 The scheduler plans a step when it knows which drafts of the step before were accepted,
 so asynchronous scheduling is off.

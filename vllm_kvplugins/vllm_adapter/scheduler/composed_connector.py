@@ -62,6 +62,8 @@ class ComposedConnector(MultiConnector):
         # Requests that wait for an asynchronous load.
         self._arriving: set[str] = set()
         self._failed: WeakSet[Any] = WeakSet()
+        # Whether the worker ends a step. Nothing is loaded or saved any more.
+        self._ends_step = False
         self._throttle = LogThrottle()
 
     @classmethod
@@ -105,6 +107,25 @@ class ComposedConnector(MultiConnector):
     def failed_loads(self, worker_meta: Any) -> list[Load]:
         """Loads of sessions that failed on some rank."""
         return self._ours.failed_loads(worker_meta and worker_meta.metadata[_OURS])
+
+    # -- a step in the worker --------------------------------------------------------
+
+    def wait_for_save(self) -> None:
+        """End a step: save its blocks, and then compact.
+
+        A policy may run tokens of its own through the model before it compacts. Its
+        layers ask ``has_connector_metadata`` whether they load and save.
+        """
+        self._connectors[_THEIRS].wait_for_save()
+        self._ends_step = True
+        try:
+            self._ours.wait_for_save()
+        finally:
+            self._ends_step = False
+
+    def has_connector_metadata(self) -> bool:
+        """Whether layers load and save, as they do in the forward passes of a step."""
+        return not self._ends_step and bool(super().has_connector_metadata())
 
     # -- a request starts ----------------------------------------------------------
 

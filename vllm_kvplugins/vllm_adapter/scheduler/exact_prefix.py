@@ -16,6 +16,13 @@ see these blocks::
 compaction rewrites (``ResidencyPlan.exact_prefix_blocks``). A request that continues a
 session is hidden altogether, but for its shared prefix. Without compactions everything
 is shown.
+
+Tokens that the scheduler does not know yet are hidden as well: drafts, which the model
+may reject, and the token of a step in flight. They are shown with the next step::
+
+    step       scheduled by vLLM             accepted       shown
+    n          token t, drafts t+1 t+2 t+3   t+1, t+2       [t, t+1)
+    n + 1      token t+3, drafts t+4 ...     ...            [t+1, t+4)
 """
 
 from __future__ import annotations
@@ -63,6 +70,10 @@ class VisibleRequest:
         return self.num_tokens
 
     @property
+    def spec_token_ids(self) -> list[int]:
+        return []
+
+    @property
     def num_prompt_tokens(self) -> int:
         return int(min(self._request.num_prompt_tokens, self.num_tokens))
 
@@ -104,12 +115,15 @@ class _Shown:
         local_tokens: tokens of the prefix cache when it was asked.
         loaded_tokens: end of the tokens that it loads; 0: none.
         num_blocks: blocks that the request has got, shown or not.
+        end_tokens: end of the tokens of its last step, as shown; None: the next step
+            is its first since it got its blocks.
     """
 
     limit: int | None = None
     local_tokens: int = 0
     loaded_tokens: int = 0
     num_blocks: int = 0
+    end_tokens: int | None = None
 
 
 class ExactPrefix:
@@ -213,6 +227,7 @@ class ExactPrefix:
             scheduled_new_reqs=new,
             scheduled_cached_reqs=cached,
             num_scheduled_tokens=scheduled,
+            scheduled_spec_decode_tokens={},
             total_num_scheduled_tokens=sum(scheduled.values()),
             kv_connector_block_state=self._block_state(output),
         )
@@ -221,13 +236,16 @@ class ExactPrefix:
         request = self._manager.plans.request(new.req_id)
         shown = self._shown.setdefault(new.req_id, _Shown())
         (ids,) = new.block_ids
-        shown.num_blocks = len(ids)
+        shown.num_blocks, shown.end_tokens = len(ids), None
         count = self._num_shown(request, shown)
         if not count:
             return None
-        visible, size = self._visible_tokens(request), output.num_scheduled_tokens
+        visible = self._visible_tokens(request)
         start, tokens = self._interval(
-            request, shown, new.num_computed_tokens, size[new.req_id]
+            request,
+            shown,
+            new.num_computed_tokens,
+            output.num_scheduled_tokens[new.req_id],
         )
         scheduled[new.req_id] = tokens
         return replace(
@@ -248,6 +266,8 @@ class ExactPrefix:
             got = cached.new_block_ids[index]
             ids = list(got[0]) if got is not None else []
             before = 0 if resumed else shown.num_blocks
+            if resumed:
+                shown.end_tokens = None
             shown.num_blocks = before + len(ids)
             count = self._num_shown(request, shown)
             visible_ids = ids[: max(count - before, 0)]
@@ -290,11 +310,18 @@ class ExactPrefix:
         """Computed and scheduled tokens of a step, without those that are hidden.
 
         A connector loads up to the end of a block, also where the policy computes the
-        last loaded tokens again, because it needs their queries.
+        last loaded tokens again, because it needs their queries. A step ends with the
+        last known token, and begins where the last one ended: in between, accepted
+        drafts have become tokens.
         """
         exact = self.exact_tokens(request)
         start = min(max(computed, shown.loaded_tokens), max(exact, shown.loaded_tokens))
-        return start, max(min(computed + scheduled, exact) - start, 0)
+        if shown.end_tokens is not None:
+            start = min(start, shown.end_tokens)
+        end = min(computed + scheduled, request.num_tokens, exact)
+        tokens = max(end - start, 0)
+        shown.end_tokens = start + tokens
+        return start, tokens
 
     def _num_shown(self, request: Any, shown: _Shown) -> int:
         """Number of first blocks that may be shown."""

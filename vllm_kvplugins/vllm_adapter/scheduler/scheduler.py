@@ -43,6 +43,9 @@ class ResidencyScheduling:
     running: list[Any]
     requests: dict[str, Any]
     recompute_kv_load_failures: bool
+    num_spec_tokens: int
+    dynamic_sd_lookup: list[int] | None
+    max_num_running_reqs: int
     prev_step_scheduled_req_ids: set[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -61,6 +64,12 @@ class ResidencyScheduling:
         self._residency_manager = manager
         self._caches_states = caches_states(self.kv_cache_manager)
         self._drops_last_block = compat.drops_last_block(self.vllm_config)
+        if self.num_spec_tokens and self.dynamic_sd_lookup is None:
+            # With one number of drafts for all batch sizes, vLLM fills up the last
+            # token of a waiting request with drafts that do not exist, beyond a
+            # compaction that is due after it.
+            sizes = self.max_num_running_reqs + 1
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * sizes
         if current_platform.is_cpu():
             # The CPU kernel multiplies the slots after a request's last token by 0. A
             # NaN of an earlier request in these slots would spread to this request.
