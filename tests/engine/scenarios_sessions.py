@@ -547,6 +547,8 @@ def failed_loads(
         tokens["other"] == tokens["other2"],
     ]
     report["preemptions"] = driver.preemptions
+    scheduling = driver.llm.llm_engine.vllm_config.scheduler_config
+    report["ahead"] = scheduling.async_scheduling
     settle(driver)
     directory(driver).check_integrity()
     # not their bytes: tokens of a retriever on the host are counted elsewhere
@@ -587,6 +589,7 @@ def expires_while_idle(
     seconds = wait(lambda: files() == 0)
     return {
         "client": type(llm.llm_engine.engine_core).__name__,
+        "ahead": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
         "files": before,
         "seconds": seconds,
         "held": llm.collective_rpc("kv_policy_held_sessions"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 import pytest
+import runners
 from draft_models import drafter
 from harness import run_scenario
 
@@ -148,10 +149,12 @@ def test_a_failed_load_triggers_recomputation(tiny_model, policy, after, ahead):
         {
             "model": tiny_model,
             "policy": policy | {"session_keep_on_device": False},
-            "settings": {"async_scheduling": ahead},
+            "settings": {},
             "after": after,
         },
+        runners.environment("V1", asynchronous=ahead),
     )
+    assert report["ahead"] == ahead
     assert report["equal"] == [True, True, True]
     assert report["preemptions"] >= 1
     assert report["counts"]["failures"] >= 1
@@ -411,11 +414,13 @@ def test_an_idle_server_drops_sessions_by_age(tiny_model, tmp_path, ahead):
             "model": tiny_model,
             "policy": FLOW
             | {"session_dir": str(tmp_path / "sessions"), "session_max_age_s": 2},
-            "settings": {"async_scheduling": ahead},
+            "settings": {},
         },
-        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        runners.environment("V1", asynchronous=ahead)
+        | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
     )
     assert run["client"] == "SyncMPClient"
+    assert run["ahead"] == ahead
     assert run["files"] == 1
     assert run["seconds"] < 20
     assert run["held"] == [[0, 0]]

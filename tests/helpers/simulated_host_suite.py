@@ -153,7 +153,7 @@ MODEL = ModelFingerprint(
     vocab_size=None,
     rope=None,
 )
-SEKV: dict[str, Any] = {"name": "sekv", "budget": 24, "sinks": 2, "least_span": 3}
+SEKV: dict[str, Any] = {"name": "sekv", "budget": 28, "sinks": 2, "least_span": 3}
 SEKV |= {"span_tokens": 4, "rank": HEAD_DIM, "sensitivity": 0.5}
 
 
