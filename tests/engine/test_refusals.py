@@ -130,7 +130,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "drafter of a model with windows": (
         SNAPKV,
         {"model": "hybrid", "speculative_config": DRAFT_MODEL},
-        ["[KVP004]", "which has others too", "ngram, suffix, medusa"],
+        ["[KVP004]", "into 2 KV cache groups", "ngram, suffix, medusa"],
     ),
     "drafter that has not been tried": (
         SNAPKV,

@@ -93,6 +93,7 @@ def _layer(kind: type[Any], case: Case, layer: int) -> tuple[Any, torch.Tensor]:
         layer_index=layer,
         runtime=SimpleNamespace(heap=SimpleNamespace(pages=case.heap)),
     )
+    impl.heap = impl.runtime.heap
     impl.scope = functools.partial(kind.scope, impl)
     # a cache with pages of one KV head, so that ids count pages of the layer
     shape = len(case.heap), 1, case.layout.block_size, 2 * case.layout.head_dim

@@ -86,12 +86,12 @@ def test_lengths_are_known_on_the_host():
 def test_layers_that_scale_differently_are_refused(monkeypatch):
     """One plan serves all layers with equal tables."""
     from vllm_kvplugins.errors import KVPolicyError
-    from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBuilder
+    from vllm_kvplugins.vllm_adapter.attention.flat import PolicyBuilder
 
     def begin(self, *args, **kwargs):
         impls = [SimpleNamespace(scale=scale) for scale in (0.1, 0.2)]
         self.layers = [SimpleNamespace(impl=impl) for impl in impls]
 
-    monkeypatch.setattr(GPUPolicyBuilder, "__init__", begin)
+    monkeypatch.setattr(PolicyBuilder, "__init__", begin)
     with pytest.raises(KVPolicyError, match="KVP025"):
         flashinfer.FlashInferPolicyBuilder()

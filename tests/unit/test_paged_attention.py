@@ -190,6 +190,7 @@ def attend(case: Case, layer: int, query: torch.Tensor) -> torch.Tensor:
     )
     of_layer = case.heap.view(LAYERS, BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_DIM)[layer]
     output = torch.full_like(query, 7.0)
+    impl.heap = impl.runtime.heap
     impl.scope = functools.partial(backend.PagedPolicyImpl.scope, impl)
     impl._kernel = functools.partial(backend.PagedPolicyImpl._kernel, impl)
     backend.PagedPolicyImpl.attend(impl, query, of_layer, metadata, output)

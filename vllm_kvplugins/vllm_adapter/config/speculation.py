@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvplugins.engine.heap import FP8_DTYPES
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.model_config import FULL, STATE, groups_of, layer_types
 
@@ -110,6 +109,9 @@ def problems(
 
 def _cache_problems(vllm_config: VllmConfig, types: Sequence[str]) -> Iterator[str]:
     """Why a drafter with a KV cache cannot run, without code."""
+    # `kvplugins recommend` runs without torch, which the engine imports.
+    from vllm_kvplugins.engine.heap import FP8_DTYPES
+
     speculative = vllm_config.speculative_config
     without = f"use a drafter without a KV cache ({', '.join(_WITHOUT_CACHE)})"
     drafter = f"drafter {speculative.method!r} has a KV cache, and"
