@@ -327,6 +327,8 @@ class RetrievalController(StepExtension):
         flat = output.view(-1, *queries.shape[1:])
         rules = self._rules[layer] if self._rules else PLAIN
         assert not rules.softcap, "retrievers refuse models that cap logits"
+        scale = self._scale_of_stored_keys(layer)
+        value_scale = self._heap.read_scales(layer)[1]
         for each in self._prompt_rows:
             own = each.queries
             resident = resident_tokens(
@@ -342,42 +344,18 @@ class RetrievalController(StepExtension):
                 queries[own],
                 resident,
                 self.tier,
-                self._scale_of_stored_keys(layer),
+                scale,
                 rules.sinks,
-            ).mul_(self._heap.read_scales(layer)[1])
+            ).mul_(value_scale)
+        elements = self._heap.as_elements(kv)
         for tokens, batch in self._draft_rounds:
             self._retrieve(batch, layer, queries)
-            tables = tokens.tables(pages, lengths)
             asked = queries[tokens.queries]
-            flat[tokens.queries] = self._attend_to_pages(layer, asked, kv, *tables)
-
-    def _attend_to_pages(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        kv: PagedKV,
-        pages: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> torch.Tensor:
-        """Attention of one token per row to resident tokens.
-
-        Args:
-            queries: [rows, num_q_heads, head_dim].
-            kv, pages, lengths: see :func:`attend_mixed`; ``kv`` may be of an fp8 cache.
-
-        Returns:
-            Shape and dtype of ``queries``.
-        """
-        rules = self._rules[layer] if self._rules else PLAIN
-        scale = self._scale_of_stored_keys(layer)
-        if self._heap.fp8 is None:
-            attended = attend_mixed(queries, kv, pages, lengths, scale)
-            return rules.with_sinks(*attended)
-        elements = self._heap.as_elements(kv)
-        # In float32, so that outputs are rounded once, with the scale of the values.
-        attended = attend_mixed(queries.float(), elements, pages, lengths, scale)
-        output = rules.with_sinks(*attended).mul_(self._heap.read_scales(layer)[1])
-        return output.to(queries.dtype)
+            if self._heap.fp8 is not None:
+                asked = asked.float()  # so that outputs are rounded once, when scaled
+            tables = tokens.tables(pages, lengths)
+            attended = rules.with_sinks(*attend_mixed(asked, elements, *tables, scale))
+            flat[tokens.queries] = attended.mul_(value_scale).to(flat.dtype)
 
     def before_layer(self, layer: int, queries: torch.Tensor) -> None:
         """Make the tokens resident that this step's queries select."""
