@@ -50,6 +50,25 @@ def addresses(metadata: Any) -> list[int]:
     return [part.data_ptr() for part in tensors if isinstance(part, torch.Tensor)]
 
 
+def bare_impl(cls: Any, kv_heads: int, group: int, head_dim: int) -> Any:
+    """A layer without what its constructor asks the platform for."""
+    impl = object.__new__(cls)
+    vars(impl).update(
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        num_queries_per_kv=group,
+        head_size=head_dim,
+        scale=head_dim**-0.5,
+        alibi_slopes=None,
+        sinks=None,
+        sliding_window=(-1, -1),
+        kv_sharing_target_layer_name=None,
+        logits_soft_cap=None,
+        vllm_flash_attn_version=3,
+    )
+    return impl
+
+
 @dataclass
 class ProbeRequest:
     """A request, and the step in which it starts."""
@@ -114,7 +133,9 @@ class Engine:
         # NaN shows pages that were read but never written.
         shape = (LAYERS, BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_DIM)
         caches = torch.full(shape, torch.nan)
-        self.impls = [self._impl(impl_cls, kernel) for _ in range(LAYERS)]
+        self.impls = [
+            bare_impl(impl_cls, KV_HEADS, GROUP, HEAD_DIM) for _ in range(LAYERS)
+        ]
         layers = {
             str(i): SimpleNamespace(impl=impl, kv_cache=caches[i])
             for i, impl in enumerate(self.impls)
@@ -141,23 +162,6 @@ class Engine:
         self.graphs: dict[int, SimulatedGraph] = {}
         self.captured: dict[int, Any] = {}
         self.replays = self.refusals = 0
-
-    def _impl(self, cls: Any, kernel: str) -> Any:
-        impl = object.__new__(cls)
-        vars(impl).update(
-            num_heads=KV_HEADS * GROUP,
-            num_kv_heads=KV_HEADS,
-            num_queries_per_kv=GROUP,
-            head_size=HEAD_DIM,
-            scale=HEAD_DIM**-0.5,
-            alibi_slopes=None,
-            sinks=None,
-            sliding_window=(-1, -1),
-            kv_sharing_target_layer_name=None,
-            logits_soft_cap=None,
-            vllm_flash_attn_version=3,
-        )
-        return impl
 
     def _runner_V1(self) -> Any:
         dispatcher = CudagraphDispatcher(self.config)

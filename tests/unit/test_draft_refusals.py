@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import codes_in
 from vllm_kvplugins.model_config import FULL, SLIDING
-from vllm_kvplugins.vllm_adapter.config import speculation, validation
+from vllm_kvplugins.vllm_adapter.config import layer_groups, speculation, validation
 from vllm_kvplugins.vllm_adapter.worker import draft_layers
 
 WINDOWED = SimpleNamespace(
@@ -68,6 +68,30 @@ def test_drafters_run_next_to_windows(method):
     assert problems(WINDOWS, speculative_config__method=method) == []
 
 
+def test_draft_layers_change_how_vllm_groups_windows():
+    """Two full and four windowed layers make three groups of two; with two draft layers
+    they make two groups of four."""
+    text = SimpleNamespace(
+        num_hidden_layers=6, sliding_window=64, layer_types=[*map(_NAMES.get, WINDOWS)]
+    )
+    draft = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=2))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_text_config=text, get_num_layers=lambda parallel: 6
+        ),
+        parallel_config=None,
+        cache_config=SimpleNamespace(sliding_window=None, block_size=32),
+        max_in_flight_tokens=1,
+        speculative_config=None,
+    )
+    alone = layer_groups.other_blocks(config, 2000)
+    config.speculative_config = SimpleNamespace(
+        method="draft_model", draft_model_config=draft
+    )
+    assert alone == 2 * layer_groups.other_blocks(config, 2000) > 0
+
+
+_NAMES = {SLIDING: "sliding_attention", FULL: "full_attention"}
 DRAFT = "speculative_config__draft_model_config__"
 OWN_DTYPE = "speculative_config__kv_cache_dtype"
 
@@ -78,7 +102,7 @@ OWN_DTYPE = "speculative_config__kv_cache_dtype"
         ({"types": (FULL, SLIDING)}, "into 3 KV cache groups"),
         (
             {"types": WINDOWS, DRAFT + "get_head_size": lambda: 64},
-            "its KV heads (2 of 64 elements) must be as those of the model (2 of 32)",
+            "its KV heads (2 of 64 elements) must match those of the model (2 of 32)",
         ),
         (
             {"types": WINDOWS, "speculative_config__method": "mtp"},

@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
 
 import fake_flashinfer
 from fake_flash import flash_attn_varlen_func
+from graphed_engine import bare_impl
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.engine.draft_layers import DraftLayers
@@ -67,7 +68,7 @@ class Bench:
         self.heap = self._heap(HEADS)
         self.runtime.heap = model
         self.drafts = self.runtime.draft_layers = DraftLayers(self.heap, model)
-        self.impl = self._impl(draft_backend.get_impl_cls())
+        self.impl = bare_impl(draft_backend.get_impl_cls(), HEADS, GROUP, DIM)
         cache = self.heap.pages.view(BLOCKS, HEADS, BLOCK, 2 * DIM)
         layer = SimpleNamespace(impl=self.impl, kv_cache=cache)
         self.impl.bind(self.runtime, None, layer)
@@ -83,23 +84,6 @@ class Bench:
         layout = PageLayout.interleaved(BLOCK, DIM)
         pages = torch.randn(BLOCKS * heads, layout.page_elems, generator=self.rng)
         return Heap(pages, layout, 1, BLOCKS, heads)
-
-    def _impl(self, cls: Any) -> Any:
-        impl = object.__new__(cls)
-        vars(impl).update(
-            num_heads=HEADS * GROUP,
-            num_kv_heads=HEADS,
-            num_queries_per_kv=GROUP,
-            head_size=DIM,
-            scale=DIM**-0.5,
-            sinks=None,
-            alibi_slopes=None,
-            sliding_window=(-1, -1),
-            kv_sharing_target_layer_name=None,
-            logits_soft_cap=None,
-            vllm_flash_attn_version=3,
-        )
-        return impl
 
     def _builder(self, monkeypatch: Any, backend: Any, layer: Any) -> Any:
         config = SimpleNamespace(

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from vllm_kvplugins.config import parse_kernel, parse_policy
 from vllm_kvplugins.errors import KVPolicyError, codes_in
@@ -118,15 +119,32 @@ def test_only_our_kernel_reads_fp8_on_a_gpu():
         assert "use 'triton' or 'auto'" in problem
 
 
+def test_queries_stay_unquantized_on_a_gpu(monkeypatch):
+    """vLLM's layer asks the attention whether it may quantize queries for an fp8 cache.
+    Scores of a policy need them as they are."""
+    gpu = platform("cuda")
+    gpu.has_device_capability = lambda least: True
+    gpu.get_device_capability = lambda: None
+    gpu.get_device_name = gpu.fp8_dtype = lambda: None
+    gpu.is_xpu = gpu.is_rocm = lambda: False
+    monkeypatch.setattr("vllm.v1.attention.backends.triton_attn.current_platform", gpu)
+    arguments = 4, 64, 0.125, 2, None, None, "fp8"
+    stock, ours = (
+        cls(*arguments) for cls in (TritonAttentionImpl, triton.TritonPolicyImpl)
+    )
+    assert stock.supports_quant_query_input
+    assert not ours.supports_quant_query_input
+
+
 @pytest.mark.parametrize(
     ("cache", "capability", "words"),
     [
         ("fp8", 89, []),
         ("fp8_e4m3", 90, []),
         ("auto", 80, []),
-        ("fp8_e5m2", 90, ["fp8_e4m3 only"]),
+        ("fp8_e5m2", 90, ["supports fp8_e4m3 only"]),
         ("fp8", 86, ["8.9 or more"]),
-        ("fp8_e5m2", 80, ["fp8_e4m3 only", "8.9 or more"]),
+        ("fp8_e5m2", 80, ["supports fp8_e4m3 only", "8.9 or more"]),
     ],
 )
 def test_fp8_on_a_gpu_needs_what_writes_the_cache(

@@ -158,7 +158,7 @@ def _window_problems(vllm_config: VllmConfig, types: Sequence[str]) -> Iterator[
     if own != heads:
         yield (
             f"with layers of other attention, its KV heads ({own[0]} of {own[1]} "
-            f"elements) must be as those of the model ({heads[0]} of {heads[1]})"
+            f"elements) must match those of the model ({heads[0]} of {heads[1]})"
         )
     num_groups = groups_of([*types, *_draft_types(draft)]).get(FULL, 0)
     if num_groups > 1:

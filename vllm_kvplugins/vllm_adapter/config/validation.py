@@ -394,7 +394,7 @@ def _fp8_gpu_problems(vllm_config: VllmConfig) -> Iterator[str]:
     from vllm.platforms import current_platform
 
     if vllm_config.cache_config.cache_dtype == "fp8_e5m2":
-        yield "the kernel that writes it on GPUs knows fp8_e4m3 only"
+        yield "the kernel that writes it on GPUs supports fp8_e4m3 only"
     if not current_platform.has_device_capability(89):
         yield "the kernel that writes it needs a GPU of compute capability 8.9 or more"
 
