@@ -49,13 +49,14 @@ def engine(
     store: dict[str, Any] | None,
     drafts: dict[str, Any] | None = None,
     cache: str = "auto",
+    emulate: bool = True,
     **settings: Any,
 ) -> Driver:
     """An engine.
 
     Args:
-        cache: vLLM's type of the cache. An fp8 cache has its kernels in torch, so that
-            all CPUs run it.
+        cache: vLLM's type of the cache.
+        emulate: run the kernels of an fp8 cache in torch, so that all CPUs run it.
         store: settings of the store; None: no connector.
         drafts: ``answers`` by name of the prompt, of which an oracle drafts tokens, one
             in four of them wrong; or a ``drafter``. None: no speculation.
@@ -67,7 +68,7 @@ def engine(
         "skip_tokenizer_init": False,  # some policies and drafters need it
         "kv_cache_dtype": cache,
     } | settings
-    if cache != "auto":
+    if cache != "auto" and emulate:
         fp8_kernels.install()
     if store is not None:
         arguments["kv_transfer_config"] = transfer(**store)
@@ -120,13 +121,14 @@ def exact(
     model: str,
     path: str,
     drafts: dict[str, Any] | None = None,
-    cache: str = "auto",
+    **settings: Any,
 ) -> dict[str, list[int]]:
     """What an engine without a policy computes and stores."""
     import torch
     from store_connector import STORE
 
-    driver = engine(model, None, {"loads": "no", "drafts": bool(drafts)}, drafts, cache)
+    store = {"loads": "no", "drafts": bool(drafts)}
+    driver = engine(model, None, store, drafts, **settings)
     tokens = ask(driver)
     torch.save(STORE, path)
     return tokens
@@ -186,7 +188,7 @@ def stored(
     preempt_at: Any = (),
     drafts: dict[str, Any] | None = None,
     drafted: str | None = None,
-    cache: str = "auto",
+    **settings: Any,
 ) -> dict[str, Any]:
     """Serve prompts twice, with an empty prefix cache each time.
 
@@ -201,7 +203,7 @@ def stored(
 
     if filled:
         STORE.update(torch.load(drafted or path))
-    driver = engine(model, policy, store or {}, drafts, cache)
+    driver = engine(model, policy, store or {}, drafts, **settings)
     first = ask(driver, preempt_at=preempt_at)
     saves = len(SEEN.saves)
     assert driver.scheduler.reset_prefix_cache()

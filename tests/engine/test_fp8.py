@@ -10,16 +10,11 @@ from typing import Any
 
 import pytest
 import runners
-import torch
+from fp8_kernels import HAS_KERNEL, needs_kernel
 from harness import run_scenario
 from policy_settings import SMALL_BUDGETS, configure, drop, policies_that, retrieve
 
 pytestmark = pytest.mark.engine
-
-HAS_KERNEL = torch.cpu._is_avx512_supported()
-needs_kernel = pytest.mark.skipif(
-    not HAS_KERNEL, reason="needs AVX-512 (vLLM's kernel)"
-)
 
 SEED = 5
 LENGTHS = [40, 300, 700]
@@ -92,7 +87,7 @@ def test_our_triton_kernel_reads_what_the_cpu_kernel_reads(tiny_model):
                     "policy": policy | {"kernel": kernel},
                     "lengths": [40, 300],
                     "cache": "fp8",
-                    "scales": [0.03125, 0.0625],
+                    "scales": [[0.03125, 0.0625]],
                     "emulate": True,
                 },
                 environment,

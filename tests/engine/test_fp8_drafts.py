@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import runners
-import torch
 from draft_models import drafter, write_noisy_copy, write_pair
+from fp8_kernels import needs_kernel
 from harness import run_scenario
 from policy_settings import SMALL_BUDGETS, configure
 from speculating import check_changes_nothing
@@ -36,9 +36,6 @@ RETRIEVAL = {"budget": 96, "skip_layers": 1, "sinks": 8, "window": 24}
 FLOW = {"name": "flowkv", "ratio": 0.3}
 QUESTIONS = [200, 90, 60]
 TALKS = 2
-needs_kernel = pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported(), reason="needs AVX-512 (vLLM's kernel)"
-)
 
 
 def settings_of(name: str) -> dict[str, Any]:
@@ -175,6 +172,17 @@ def test_retrieval_verifies_drafts(tiny_model, noisy, name, kind):
     """Three policies with three indices; skipped layers and others."""
     policy = configure(name, RETRIEVAL) | {"sessions": False}
     speculate(tiny_model, policy, None if kind == "oracle" else noisy)
+
+
+@needs_kernel
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["oracle", "draft model"])
+@pytest.mark.parametrize("name", ["snapkv", "flowkv", "h2o", "kvzip", "icecache"])
+def test_tokens_are_those_without_with_vllms_kernel(tiny_model, noisy, name, kind):
+    """Also if linear layers compute all tokens of a step together."""
+    policy = settings_of(name)
+    drafts = None if kind == "oracle" else noisy
+    speculate(tiny_model, policy, drafts, emulate=False)
 
 
 @pytest.mark.slow

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import runners
-from connecting import POLICIES, SNAPKV, call, exact_blocks, recomputed, stored
+from connecting import (
+    POLICIES,
+    SNAPKV,
+    VLLMS_FP8,
+    call,
+    exact_blocks,
+    recomputed,
+    stored,
+)
+from fp8_kernels import needs_kernel
 from scenarios_kv_connectors import LENGTHS
 from tiers import tiered
 
@@ -82,6 +91,16 @@ def exact_fp8(tiny_model, tmp_path_factory):
 )
 def test_elements_of_an_fp8_cache_are_exact(tiny_model, exact_fp8, name, filled):
     result = stored(tiny_model, name, exact_fp8, cache="fp8", filled=filled)
+    assert result["types"] == ["torch.uint8"]
+    assert result["loads"] > 0
+
+
+@needs_kernel
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["snapkv", "flowkv", "kvzip", "icecache", "full"])
+def test_elements_that_vllms_kernel_writes_are_exact(tiny_model, tmp_path, name):
+    exact = exact_blocks(tiny_model, tmp_path, **VLLMS_FP8)
+    result = stored(tiny_model, name, exact, **VLLMS_FP8)
     assert result["types"] == ["torch.uint8"]
     assert result["loads"] > 0
 

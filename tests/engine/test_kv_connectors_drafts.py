@@ -11,8 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from connecting import POLICIES, SNAPKV, call, exact_blocks, recomputed, stored
+from connecting import (
+    POLICIES,
+    SNAPKV,
+    VLLMS_FP8,
+    call,
+    exact_blocks,
+    recomputed,
+    stored,
+)
 from draft_models import drafter, write_noisy_copy, write_pair
+from fp8_kernels import needs_kernel
 from tiers import tiered
 
 pytestmark = pytest.mark.engine
@@ -25,14 +34,22 @@ def exact(tiny_model, tmp_path_factory):
     return exact_blocks(tiny_model, tmp_path_factory.mktemp("exact"))
 
 
-def oracle(model: str, name: str) -> dict[str, Any]:
+def oracle(model: str, name: str, **cache: Any) -> dict[str, Any]:
     """Drafts from the answers under a policy."""
-    return {"answers": recomputed(model, name)}
+    return {"answers": recomputed(model, name, **cache)}
 
 
-def drafted(model: str, name: str, exact: str, **arguments: Any) -> dict[str, Any]:
+def drafted(
+    model: str,
+    name: str,
+    exact: str,
+    cache: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
     """``stored`` with the oracle: most steps accept some drafts and reject others."""
-    result = stored(model, name, exact, drafts=oracle(model, name), **arguments)
+    settings = cache or {}
+    drafts = oracle(model, name, **settings)
+    result = stored(model, name, exact, drafts=drafts, **settings, **arguments)
     assert 0.2 * result["drafts"] < result["accepted"] < 0.9 * result["drafts"]
     return result
 
@@ -44,6 +61,24 @@ def test_it_is_shown_accepted_tokens_only(tiny_model, exact, name):
     assert result["loads"] > 0
     # The shortest prompt is never compacted, but for IceCache.
     assert (result["answers"] > 0) == (name != "icecache")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cache",
+    [
+        pytest.param({"cache": "fp8"}, id="in torch"),
+        pytest.param(VLLMS_FP8, id="vLLM's kernel", marks=needs_kernel),
+    ],
+)
+@pytest.mark.parametrize("name", ["snapkv", "decode-budget", "flowkv", "icecache"])
+def test_elements_of_an_fp8_cache_are_of_accepted_tokens(
+    tiny_model, tmp_path, name, cache
+):
+    exact = exact_blocks(tiny_model, tmp_path, **cache)
+    result = drafted(tiny_model, name, exact, cache)
+    assert result["types"] == ["torch.uint8"]
+    assert result["loads"] > 0
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ from harness import run_scenario
 
 SNAPKV = {"name": "snapkv", "budget": 96}  # its window is 64 tokens
 FLOWKV = {"name": "flowkv", "ratio": 0.5, "sessions": False}
+# An fp8 cache with vLLM's own kernels, which need AVX-512.
+VLLMS_FP8 = {"cache": "fp8", "emulate": False}
 POLICIES: dict[str, dict[str, Any]] = {
     "snapkv": SNAPKV,
     "flowkv": FLOWKV,
@@ -42,23 +44,28 @@ def exact_blocks(model: str, folder: Path, **arguments: Any) -> str:
 
 
 @functools.cache
-def recomputed(model: str, name: str, cache: str = "auto") -> Any:
+def recomputed(model: str, name: str, **settings: Any) -> Any:
     """Tokens of a policy without another connector."""
-    return call("recomputed", model=model, policy=POLICIES[name], cache=cache)
+    return call("recomputed", model=model, policy=POLICIES[name], **settings)
 
 
 def stored(
-    model: str, name: str, exact: str, cache: str = "auto", **arguments: Any
+    model: str,
+    name: str,
+    exact: str,
+    cache: str = "auto",
+    emulate: bool = True,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Two rounds of prompts next to a store, which sees exact blocks only. Both give
     the tokens of an engine without it, and nothing stays behind.
     """
-    policy = POLICIES[name]
+    engine = {"cache": cache, "emulate": emulate}
     result: dict[str, Any] = call(
-        "stored", model=model, policy=policy, path=exact, cache=cache, **arguments
+        "stored", model=model, policy=POLICIES[name], path=exact, **engine, **arguments
     )
     assert result["wrong"] == [], "blocks that differ from those without a policy"
-    assert result["first"] == result["again"] == recomputed(model, name, cache)
+    assert result["first"] == result["again"] == recomputed(model, name, **engine)
     assert result["tracked"] == 0
     assert result["layer_saves"] > 0
     assert result["late"] == 0, "shown a forward pass that is no step"

@@ -10,8 +10,13 @@ import functools
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 
+HAS_KERNEL = torch.cpu._is_avx512_supported()
+needs_kernel = pytest.mark.skipif(
+    not HAS_KERNEL, reason="needs AVX-512 (vLLM's kernel)"
+)
 TYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
