@@ -29,6 +29,15 @@ pytestmark = pytest.mark.engine
 SLOW = tiered(POLICIES, ("snapkv",))
 
 
+of_both_kernels = pytest.mark.parametrize(
+    "cache",
+    [
+        pytest.param({"cache": "fp8"}, id="in torch"),
+        pytest.param(VLLMS_FP8, id="vLLM's kernel", marks=needs_kernel),
+    ],
+)
+
+
 @pytest.fixture(scope="module")
 def exact(tiny_model, tmp_path_factory):
     return exact_blocks(tiny_model, tmp_path_factory.mktemp("exact"))
@@ -64,13 +73,7 @@ def test_it_is_shown_accepted_tokens_only(tiny_model, exact, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cache",
-    [
-        pytest.param({"cache": "fp8"}, id="in torch"),
-        pytest.param(VLLMS_FP8, id="vLLM's kernel", marks=needs_kernel),
-    ],
-)
+@of_both_kernels
 @pytest.mark.parametrize("name", ["snapkv", "decode-budget", "flowkv", "icecache"])
 def test_elements_of_an_fp8_cache_are_of_accepted_tokens(
     tiny_model, tmp_path, name, cache
@@ -221,6 +224,25 @@ def test_layers_of_a_drafter_are_exact_too(pair, name, filled):
     assert result["layers"] == [
         4 if drafts["drafter"]["method"] == "draft_model" else 3
     ]
+    assert 0 < result["accepted"] < result["drafts"]
+
+
+@pytest.mark.slow
+@of_both_kernels
+@pytest.mark.parametrize("name", ["snapkv", "full"])
+def test_fp8_elements_of_a_drafter_are_exact_too(tiny_model, tmp_path, name, cache):
+    noisy = write_noisy_copy(tmp_path / "model", tiny_model, seed=5, noise=0.05)
+    drafts = {"drafter": drafter(noisy)}
+    (tmp_path / "drafted").mkdir()
+    path = exact_blocks(tiny_model, tmp_path, **cache)
+    with_drafter = exact_blocks(
+        tiny_model, tmp_path / "drafted", drafts=drafts, **cache
+    )
+    result = stored(
+        tiny_model, name, path, drafts=drafts, drafted=with_drafter, **cache
+    )
+    assert result["loads"] > 0
+    assert result["layers"] == [4]
     assert 0 < result["accepted"] < result["drafts"]
 
 
