@@ -91,7 +91,7 @@ void index_append(std::int64_t handle, const Tensor& keys, const Tensor& table,
 // with the best keys of each query, and done(task, index, head) after those of a head.
 template <typename Take, typename Done>
 void run_queries(const QueryCall& call, const Take& take, const Done& done) {
-  for_all(call.tasks(), call.work(), [&](std::int64_t task) {
+  for_all(call.tasks(), call.work_ns(), free_cores(), [&](std::int64_t task) {
     const AnyIndex& key_index =
         *call.indexes[static_cast<std::size_t>(task / call.heads)];
     const std::int64_t head = task % call.heads;

@@ -20,10 +20,10 @@ struct QueryCall {
   std::int64_t tasks() const { return static_cast<std::int64_t>(views.size()); }
 
   // Of all queries of all heads.
-  Work work() const {
+  std::int64_t work_ns() const {
     std::int64_t ns = 0;
     for (const auto& key_index : indexes) ns += key_index->query_ns(options);
-    return Work::nanoseconds(ns * heads * group);
+    return ns * heads * group;
   }
 
   // An output of this shape, behind the dimension of requests if queries have one.
@@ -33,6 +33,13 @@ struct QueryCall {
     return new_on_cpu(shape, type);
   }
 };
+
+// What the calling thread's loops observed. A helper thread that selects for the next layer
+// while the model computes may wait for cores that the model's own thread finds free.
+inline FreeCores& free_cores() {
+  static thread_local FreeCores cores;
+  return cores;
+}
 
 inline void lock_indexes(const char* op, const Tensor& handles, QueryCall& call) {
   const Argument argument{op, "handles", handles};

@@ -135,7 +135,7 @@ Tensor gather_pages_cpu(const Tensor& heap, const Tensor& page_table,
 std::string build_info() {
   // ops_version counts changes of the schemas; ops/extension.py has the same.
   std::string info =
-      "ops_version=14;build_type=" KVP_BUILD_TYPE ";torch_headers=" KVP_TORCH_VERSION;
+      "ops_version=15;build_type=" KVP_BUILD_TYPE ";torch_headers=" KVP_TORCH_VERSION;
 #ifdef KVP_WITH_CUDA
   info += ";cuda=1";
 #else

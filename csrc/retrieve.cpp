@@ -23,7 +23,7 @@ Tensor index_select(const Tensor& handles, const Tensor& queries, const Tensor& 
   }
   Tensor chosen = call.output({call.heads, count}, ScalarType::Long);
   std::int64_t* out = chosen.mutable_data_ptr<std::int64_t>();
-  for_all(call.tasks(), call.work(), [&](std::int64_t task) {
+  for_all(call.tasks(), call.work_ns(), free_cores(), [&](std::int64_t task) {
     // Kept between calls: a decode step makes hundreds of them.
     static thread_local VoteScratch scratch;
     const AnyIndex& key_index =
@@ -53,8 +53,8 @@ struct HotCall {
 
   std::int64_t tasks() const { return requests * heads; }
   std::int64_t capacity() const { return host_pages * page_tokens; }
-  Work work(std::int64_t ns_per_wanted) const {
-    return Work::nanoseconds(tasks() * num_wanted * ns_per_wanted);
+  std::int64_t work_ns(std::int64_t ns_per_wanted) const {
+    return tasks() * num_wanted * ns_per_wanted;
   }
   const std::int64_t* pages(std::int64_t task) const {
     return table + task * host_pages;
@@ -183,7 +183,7 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets, const Tensor& v_off
   with_element(view, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
     const auto kv = view.paged(write(heap, tag), layout);
-    for_all(call.tasks(), call.work(kCopyNs), [&](std::int64_t task) {
+    for_all(call.tasks(), call.work_ns(kCopyNs), free_cores(), [&](std::int64_t task) {
       const HotSlots hot = call.slots(task);
       for (std::int64_t i = 0; i < hot.n; ++i) {
         if (hot.page[i] < 0 || hot.page[i] >= view.num_pages || hot.slot[i] < 0 ||
@@ -230,7 +230,7 @@ std::tuple<Tensor, Tensor> swap_hot(const Tensor& host, const Tensor& table,
   const auto tasks = static_cast<std::size_t>(call.tasks());
   std::vector<std::vector<Move>> found(tasks);
   std::vector<std::int64_t> copied(tasks);
-  for_all(call.tasks(), call.work(kListNs), [&](std::int64_t task) {
+  for_all(call.tasks(), call.work_ns(kListNs), free_cores(), [&](std::int64_t task) {
     const auto i = static_cast<std::size_t>(task);
     const HotSlots hot = call.slots(task);
     const HostTokens<std::uint16_t> tokens{nullptr, call.pages(task), call.page_tokens,

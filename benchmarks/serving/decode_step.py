@@ -37,7 +37,7 @@ def main(
         "model": model,
         "dtype": dtype,
         "enforce_eager": True,
-        "max_model_len": 8192,
+        "max_model_len": max(8192, prompt_tokens + rounds * steps + 64),
         "max_num_seqs": requests,
         "kv_cache_memory_bytes": 2 << 30,
         "enable_prefix_caching": False,

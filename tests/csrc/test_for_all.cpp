@@ -19,6 +19,7 @@ namespace {
 
 using namespace index_test;
 using kvp::for_all;
+using kvp::FreeCores;
 using kvp::Work;
 using kvp::index::BruteForce;
 using kvp::index::CodeIndex;
@@ -59,6 +60,54 @@ void test_threads_follow_the_work() {
     CHECK(team_of(1, kind(limit)) == 1);  // one body needs no second thread
     CHECK(team_of(0, kind(limit)) == 0);  // runs nothing
   }
+}
+
+// The threads of a loop of `work_ns` that observes the cores.
+int team_of(Index n, std::int64_t work_ns, FreeCores& cores) {
+  std::atomic<int> threads{0};
+  for_all(n, work_ns, cores, [&](Index) { threads = team(); });
+  return threads;
+}
+
+void test_short_loops_have_threads_while_cores_are_free() {
+  current_case = "free cores";
+  const std::int64_t now = FreeCores::now_ns(), wait = FreeCores::kWaitNs;
+  FreeCores cores;
+  CHECK(team_of(8, kvp::kParallelNsIfFree - 1, cores) == 1);
+  CHECK(team_of(8, kvp::kParallelNsIfFree, cores) == largest_team());
+  CHECK(team_of(1, kvp::kParallelNsIfFree, cores) == 1);
+  cores.observe(1000, now, now + 1000 + wait + 1);
+  CHECK(team_of(8, kvp::kParallelNs - 1, cores) == 1);
+  CHECK(team_of(8, kvp::kParallelNs, cores) == largest_team());
+}
+
+void test_pauses_grow_while_a_core_is_busy() {
+  current_case = "pauses";
+  const std::int64_t first = FreeCores::kFirstPauseNs;
+  const std::int64_t longest = FreeCores::kLongestPauseNs,
+                     slow = FreeCores::kWaitNs + 1;
+  FreeCores cores;
+  std::int64_t now = 1'000'000'000, pause = first;
+  cores.observe(500, now, now + 500 + FreeCores::kWaitNs);  // within the tolerance
+  CHECK(cores.expected(now));
+  for (int round = 0; round < 8; ++round) {
+    cores.observe(0, now, now + slow);
+    now += slow;
+    CHECK(!cores.expected(now + pause - 1));
+    CHECK(cores.expected(now + pause));
+    now += pause;
+    pause = std::min(2 * pause, longest);
+  }
+  CHECK(pause == longest);
+  // A loop that did not wait shortens the next pause once the cores were free for long.
+  cores.observe(0, now + 1, now + 2);
+  cores.observe(0, now + 2, now + 2 + slow);
+  CHECK(!cores.expected(now + 2 + slow + longest - 1));
+  now += 2 + slow + longest;
+  cores.observe(0, now + longest, now + longest + 1);
+  now += longest + 1;
+  cores.observe(0, now, now + slow);
+  CHECK(cores.expected(now + slow + first));
 }
 
 void test_exceptions() {
@@ -137,6 +186,8 @@ void test_search(const char* name, Index keys_below, Index keys_above, Index hea
 int main() {
   std::mt19937 random(kSeed);
   test_threads_follow_the_work();
+  test_short_loops_have_threads_while_cores_are_free();
+  test_pauses_grow_while_a_core_is_busy();
   test_exceptions();
   test_search<CodeIndex>("codes", 300, 3000, 17, random);
   test_search<BruteForce>("scan", 300, 3000, 17, random);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.ops.threads import helper
+from vllm_kvplugins.ops.extension import load_extension
+from vllm_kvplugins.ops.threads import Helper
 
 BEFORE = 6  # torch's threads while weights are loaded
 CORES = 16
@@ -92,6 +94,34 @@ def test_helper_threads_use_as_many_cores_as_torch():
     assert settings, "torch has no OpenMP that was found"
     for threads in (5, 3):
         torch.set_num_threads(threads)
-        with helper("kvp-test") as thread:
-            counts = [thread.submit(ask).result() for ask in settings]
-        assert counts == [threads] * len(settings)
+        with Helper("kvp-test") as thread:
+            for _ in range(2):
+                counts = [thread.submit(ask).result() for ask in settings]
+                assert counts == [threads] * len(settings)
+
+
+def number_of_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+@pytest.mark.skipif(bool(load_extension().reason), reason=load_extension().reason)
+def test_a_task_leaves_no_openmp_threads():
+    """If they stay, idle threads of the model sleep, and its loops start later."""
+    torch.set_num_threads(3)
+    rows = torch.ones(1000, 1000)
+
+    def in_parallel() -> int:
+        rows.add(1).sum()
+        return number_of_threads()
+
+    with Helper("kvp-test") as thread:
+        before = thread.submit(number_of_threads).result()
+        for _ in range(2):
+            assert thread.submit(in_parallel).result() == before + 2
+            assert number_of_threads() == before
+
+
+def test_a_task_that_fails_raises_its_error():
+    with Helper("kvp-test") as thread, pytest.raises(ZeroDivisionError):
+        thread.submit(divmod, 1, 0).result()

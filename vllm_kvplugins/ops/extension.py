@@ -17,7 +17,7 @@ EXTENSION_PATH = Path(__file__).parent.parent / "_C.abi.so"
 
 # Version of the op schemas; csrc/page_copy.cpp states the same number. A library
 # built for another version is refused.
-OPS_VERSION = "14"
+OPS_VERSION = "15"
 
 # Values of the environment variable KVP_SIMD, see csrc/include/kvp/simd.hpp.
 SIMD_LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16")

@@ -52,7 +52,7 @@ from vllm_kvplugins.ops.device import AsyncHostCopy, SideStream, moved
 from vllm_kvplugins.ops.hot_set import HotSet, fill_hot
 from vllm_kvplugins.ops.layout import PagedKV
 from vllm_kvplugins.ops.mixed_attention import attend_mixed
-from vllm_kvplugins.ops.threads import helper
+from vllm_kvplugins.ops.threads import Helper
 from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.policies.retrieval import Retriever
 from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
@@ -107,7 +107,7 @@ class RetrievalController(StepExtension):
         self._prompt_rows: list[PromptRow] = []
         self._attends_all_rows = False
         # Fetches on another thread, for the next layer or the next step.
-        self._helper = helper("kvp-fetch")
+        self._helper = Helper("kvp-fetch")
         self._side_stream = SideStream(heap.pages.device)
         self._pending: list[tuple[Batch, int, Future[Fetched]]] = []
         # Not yet in the traffic. One sum per read is cheaper than one per layer.

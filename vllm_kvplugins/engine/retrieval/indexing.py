@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_kvplugins.index import ExactScan, KeyIndex, Keys
-from vllm_kvplugins.ops.threads import helper
+from vllm_kvplugins.ops.threads import Helper
 from vllm_kvplugins.policies.retrieval import Retriever
 
 # vLLM configures only the loggers below its own name.
@@ -52,7 +52,7 @@ class Indexer:
         self._policy = policy
         self._on_failure = on_failure
         # One thread, so that appends to an index keep their order.
-        self._thread = helper("kvp-index")
+        self._thread = Helper("kvp-index")
 
     def new_layer(self, num_kv_heads: int, head_dim: int) -> OffloadedLayer:
         """An empty index."""

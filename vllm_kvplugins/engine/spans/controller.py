@@ -36,7 +36,7 @@ from vllm_kvplugins.ops.device import AsyncHostCopy, moved
 from vllm_kvplugins.ops.layout import PagedKV
 from vllm_kvplugins.ops.mixed_attention import attend_mixed
 from vllm_kvplugins.ops.svd import LowRank
-from vllm_kvplugins.ops.threads import helper
+from vllm_kvplugins.ops.threads import Helper
 from vllm_kvplugins.ops.zoom import zoom_spans
 from vllm_kvplugins.ops.zoom_transfer import fetch_spans
 from vllm_kvplugins.plan.geometry import Geometry
@@ -91,7 +91,7 @@ class SpanController(StepExtension):
         self._followed: list[Row] = []
         self._num_rows = 0
         self._requests: dict[str, RequestSpans] = {}
-        self._helper = helper("kvp-spans")
+        self._helper = Helper("kvp-spans")
         self._rows: list[tuple[int, Row]] = []
         self._rounds: list[QueryRound] | None = None
         self._traffic = Traffic()
