@@ -130,11 +130,14 @@ def test_models_whose_rope_cannot_be_undone_are_refused(name, policy):
 @pytest.mark.parametrize(("name", "policy"), cases("snapkv", "icecache"))
 def test_random_traffic_leaks_nothing_and_changes_no_token(name, policy, tmp_path):
     print("seed", SEED)
+    # Codes round keys, so the last bits of a key, which depend on the batch where the
+    # CPU has AVX-512, may change what they find. The tree reads the keys themselves.
+    exact = {"index": "dci"} if policy == "icecache" else {}
     counts = run_scenario(
         "scenarios_fuzz:fuzz",
         {
             "model": str(write(name, tmp_path / "model", SEED)),
-            "policy": configure(policy, SETTINGS),
+            "policy": configure(policy, SETTINGS) | exact,
             "seed": SEED,
             "rounds": 200,
             "blocks": 40,
