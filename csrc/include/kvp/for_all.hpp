@@ -49,8 +49,8 @@ struct Work {
 // kLongestPauseNs waits, if a core stays busy.
 class FreeCores {
  public:
-  static constexpr std::int64_t kWaitNs =
-      2'000'000;  // more than any loop is misjudged by
+  // Longer than the estimate of a loop is wrong, shorter than the scheduler lets wait.
+  static constexpr std::int64_t kWaitNs = 2'000'000;
   static constexpr std::int64_t kFirstPauseNs = 250'000'000;
   static constexpr std::int64_t kLongestPauseNs = 8'000'000'000;
 
