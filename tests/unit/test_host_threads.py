@@ -14,6 +14,7 @@ import torch
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.ops.extension import load_extension
 from vllm_kvplugins.ops.threads import Helper
+from vllm_kvplugins.sessions.file_thread import FileThread
 
 BEFORE = 6  # torch's threads while weights are loaded
 CORES = 16
@@ -106,7 +107,8 @@ def number_of_threads() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 @pytest.mark.skipif(bool(load_extension().reason), reason=load_extension().reason)
-def test_a_task_leaves_no_openmp_threads():
+@pytest.mark.parametrize("kind", [Helper, FileThread])
+def test_a_task_leaves_no_openmp_threads(kind):
     """If they stay, idle threads of the model sleep, and its loops start later."""
     torch.set_num_threads(3)
     rows = torch.ones(1000, 1000)
@@ -115,11 +117,11 @@ def test_a_task_leaves_no_openmp_threads():
         rows.add(1).sum()
         return number_of_threads()
 
-    with Helper("kvp-test") as thread:
-        before = thread.submit(number_of_threads).result()
-        for _ in range(2):
-            assert thread.submit(in_parallel).result() == before + 2
-            assert number_of_threads() == before
+    thread = kind("kvp-test")
+    before = thread.submit(number_of_threads).result()
+    for _ in range(2):
+        assert thread.submit(in_parallel).result() == before + 2
+        assert thread.submit(number_of_threads).result() == before
 
 
 def test_a_task_that_fails_raises_its_error():

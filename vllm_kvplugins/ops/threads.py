@@ -15,6 +15,19 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
+def end_openmp_threads() -> None:
+    """End the OpenMP threads that the calling thread's parallel loops have started.
+
+    If they stayed, OpenMP would count more threads than cores, let idle threads sleep
+    at once, and so delay every parallel loop of the model (csrc/threads.cpp). Does
+    nothing without the extension.
+
+    Cost: starting and ending threads takes about 0.1 ms.
+    """
+    if not load_extension().reason:
+        torch.ops.kvp.end_threads()
+
+
 class Helper(ThreadPoolExecutor):
     """One thread that runs tasks in order, with as many OpenMP threads as torch uses.
 
@@ -22,15 +35,10 @@ class Helper(ThreadPoolExecutor):
     OMP_NUM_THREADS or all cores, not with the current setting. Calling torch in the new
     thread applies the setting; the compiled ops ask OpenMP only.
 
-    A task ends the OpenMP threads that it started. If they stayed, OpenMP would count
-    more threads than cores, let idle threads sleep at once, and so delay every parallel
-    loop of the model (csrc/threads.cpp).
+    A task ends the OpenMP threads that it started (:func:`end_openmp_threads`).
 
     Args:
         name: prefix of the thread's name.
-
-    Cost: starting and ending the threads takes about 0.1 ms per task with a parallel
-    loop.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,5 +55,4 @@ def _run(task: Callable[[], _T]) -> _T:
     try:
         return task()
     finally:
-        if not load_extension().reason:
-            torch.ops.kvp.end_threads()
+        end_openmp_threads()

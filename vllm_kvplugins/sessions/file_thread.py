@@ -8,12 +8,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
+from vllm_kvplugins.ops.threads import end_openmp_threads
+
 
 class FileThread:
     """Daemon threads with a queue of jobs; one by default, which keeps their order.
 
     Unlike a ``ThreadPoolExecutor``, a cancelled job leaves the queue at once and frees
-    what it refers to, and a job that never ends does not keep the process alive.
+    what it refers to, and a job that never ends does not keep the process alive. A job
+    ends the OpenMP threads that it started.
 
     Args:
         name: name of the threads.
@@ -91,6 +94,7 @@ class FileThread:
             future.set_exception(error)
         else:
             future.set_result(result)
+        end_openmp_threads()
         with self._changed:
             self._running.remove(future)
         return True
