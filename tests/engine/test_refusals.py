@@ -264,7 +264,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     ),
     "model and cache": (
         {"name": "icecache"},
-        {"model": "mistral", "kv_cache_dtype": "fp8"},
+        {"model": "mistral", "kv_cache_dtype": "fp8_per_token_head"},
         ["1. [KVP012]", "2. [KVP019]", "'fp8"],
     ),
     "scales in pages": (
@@ -412,9 +412,9 @@ def vllm_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
         pytest.param(
             [
                 *("--kv-policy", "quest", "--kv-policy-config", '{"budget": 512}'),
-                *("--kv-cache-dtype", "fp8", "--block-size", "16"),
+                *("--kv-cache-dtype", "fp8_per_token_head", "--block-size", "16"),
             ],
-            ["1. [KVP020]", "block size 16", "2. [KVP019]", "'fp8"],
+            ["1. [KVP019]", "'fp8_per_token_head'", "2. [KVP020]", "block size 16"],
             id="two reasons",
         ),
     ],

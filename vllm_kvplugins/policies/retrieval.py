@@ -66,7 +66,8 @@ class WholeFirstLayers(PageAllocator):
     whole_layers: int
 
     def problems(self, num_layers: int, num_kv_heads: int) -> list[str]:
-        if self.whole_layers < num_layers:
+        # A model without layers to manage is refused as such.
+        if not num_layers or self.whole_layers < num_layers:
             return []
         return [
             coded(
