@@ -193,6 +193,7 @@ def test_whole_layers_leave_the_rest_to_the_others():
     assert counts.eq(counts[:, :1]).all(), "heads of a layer are alike"
     assert "skip_layers 2" in allocator.problems(2, 3)[0]
     assert not allocator.problems(3, 3)
+    assert not allocator.problems(0, 3), "such a model is refused as a whole"
 
 
 def test_bad_settings():

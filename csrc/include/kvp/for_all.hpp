@@ -27,8 +27,8 @@ constexpr std::int64_t kParallelBytes = 256 * 1024;
 // queries each, with one and two threads in turns and empty caches, on a CPU with AVX2: 20
 // heads take so long. A second core that is free then saves 0.45 ms, a busy one loses 7 ms.
 constexpr std::int64_t kParallelNs = 1'000'000;
-// The same if the cores are free, as FreeCores expects. Below it, waking a thread that has
-// gone to sleep takes what a second thread saves.
+// The same if the cores are free, as FreeCores expects. An estimate: to wake a thread that
+// sleeps takes some ten microseconds, which a second thread must save first.
 constexpr std::int64_t kParallelNsIfFree = 100'000;
 
 // How much a loop has to do, in any unit, and the amount from which on threads share it.
