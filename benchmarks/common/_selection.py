@@ -166,13 +166,14 @@ class Selector:
         cached = self._view(layer, 0, observed, 0)
         tokens, new = self.prompt.tokens, ran.new_tokens
         positions = torch.arange(tokens + new)
+        keys = torch.cat([self.prompt.keys[layer], ran.keys[layer][0]], 1)
         values = torch.cat([self.prompt.values[layer], ran.values[layer][0]], 1)
         return dataclasses.replace(
             cached,
-            keys=torch.cat([cached.keys, ran.keys[layer][0]], 1),
             positions=positions.expand(self.geometry.num_kv_heads, -1),
             queries=ran.queries[layer][0],
             query_positions=positions[tokens:],
+            load_keys=lambda: keys,
             load_values=lambda: values,
             probe=probe,
         )
@@ -186,7 +187,6 @@ class Selector:
         positions = torch.arange(tokens)
         return LayerView(
             layer=layer,
-            keys=prompt.keys[layer],
             positions=positions.expand(self.geometry.num_kv_heads, -1),
             valid=None,
             queries=prompt.queries[layer][:, first:],
@@ -195,6 +195,7 @@ class Selector:
             rotary=self.rotary,
             observed=observed,
             budget_tokens=budget_tokens,
+            load_keys=lambda: prompt.keys[layer],
             load_values=lambda: prompt.values[layer],
             load_output_weights=(
                 None

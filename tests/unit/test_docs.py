@@ -41,7 +41,6 @@ def test_the_guide_s_own_policy_chooses_what_it_says():
     positions = torch.arange(40).expand(2, -1)
     view = LayerView(
         layer=0,
-        keys=values,
         positions=positions,
         valid=None,
         queries=values,
@@ -50,6 +49,7 @@ def test_the_guide_s_own_policy_chooses_what_it_says():
         rotary=None,
         observed=None,
         budget_tokens=0,
+        load_keys=lambda: values,
         load_values=lambda: values,
     )
     scores = policy.score(view)

@@ -146,7 +146,9 @@ def padded(view: LayerView, max_slots: int) -> LayerView:
         # Every second token of a head has a position that no other head has.
         own = 3 * torch.arange(total) + head * (torch.arange(total) % 2)
         positions[head, total - own_slots :] = own[total - own_slots :]
-    return replace(view, keys=keys, positions=positions, valid=positions >= 0)
+    return replace(
+        view, load_keys=lambda: keys, positions=positions, valid=positions >= 0
+    )
 
 
 def alone(view: LayerView, head: int) -> LayerView:
@@ -155,7 +157,7 @@ def alone(view: LayerView, head: int) -> LayerView:
     own_slots = view.valid[head]
     return replace(
         view,
-        keys=view.keys[head : head + 1, own_slots],
+        load_keys=lambda: view.keys[head : head + 1, own_slots],
         positions=view.positions[head : head + 1, own_slots],
         valid=None,
         queries=view.queries[head * group : (head + 1) * group],
@@ -185,7 +187,7 @@ def test_slots_without_a_token_go_first_and_their_content_is_not_read(name):
     assert not scores[view.valid].isneginf().any()
     assert scores[:, 50 - WINDOWS[name] :].isposinf().all()
     other = torch.where(view.valid[..., None], view.keys, 7.0)
-    again = policy.score(replace(view, keys=other))
+    again = policy.score(replace(view, load_keys=lambda: other))
     assert torch.equal(scores[view.valid], again[view.valid])
 
 

@@ -31,7 +31,6 @@ def view_of(
         keys, positions = keys[:, order], positions[:, order]
     return LayerView(
         layer=0,
-        keys=keys,
         positions=positions,
         valid=None,
         queries=queries,
@@ -40,6 +39,7 @@ def view_of(
         rotary=rotary,
         observed=observed,
         budget_tokens=budget,
+        load_keys=lambda: keys,
         load_values=lambda: keys if values is None else values,
     )
 

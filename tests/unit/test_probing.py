@@ -46,7 +46,6 @@ def probe_view(cached: int, own: int, evicted: bool) -> LayerView:
         keys[0, 5:9] = values[0, 5:9] = torch.nan
     return LayerView(
         layer=0,
-        keys=keys,
         positions=positions,
         valid=positions >= 0 if evicted else None,
         queries=torch.randn(HEADS * GROUP, own, DIM, generator=rng),
@@ -55,6 +54,7 @@ def probe_view(cached: int, own: int, evicted: bool) -> LayerView:
         rotary=None,
         observed=None,
         budget_tokens=0,
+        load_keys=lambda: keys,
         load_values=lambda: values,
         probe=Probe([0] * own, range(cached)),
     )

@@ -6,6 +6,7 @@ compared with the keys written before the compaction.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -117,6 +118,9 @@ class Bench:
         """[KV_HEADS, slots, HEAD_DIM] of a request as it was written."""
         return plane[layer, self.blocks[name]].transpose(0, 1).flatten(1, 2)
 
+    def prompt_keys(self, name: str, layer: int, prompt: int) -> torch.Tensor:
+        return self.original(self.keys, name, layer)[:, :prompt]
+
     def attended(self, flat: FlatTable, index: int, layer: int, head: int):
         """Keys and values behind a row's page table, in its order."""
         scope = layer if len(flat.pages) > 1 else 0
@@ -137,7 +141,6 @@ class Bench:
                 policy.score(
                     LayerView(
                         layer=layer,
-                        keys=self.original(self.keys, name, layer)[:, :prompt],
                         positions=torch.arange(prompt).expand(KV_HEADS, -1),
                         valid=None,
                         queries=self.queries[f"{name}/{layer}"][
@@ -148,6 +151,7 @@ class Bench:
                         rotary=None,
                         observed=None,
                         budget_tokens=BUDGET,
+                        load_keys=partial(self.prompt_keys, name, layer, prompt),
                         load_values=lambda: pytest.fail("values are not needed"),
                     )
                 )[:, :full]
@@ -205,6 +209,19 @@ def test_streaming_llm_keeps_sinks_and_the_newest():
     newest = range(6 * BLOCK - (kept - SINKS), prompt)
     (record,) = bench.runtime.records
     assert record.kept_positions == [[[*range(SINKS), *newest]] * KV_HEADS] * LAYERS
+
+
+def test_keys_are_read_only_for_policies_that_score_by_them(monkeypatch):
+    read = []
+    keys = Heap.keys
+    monkeypatch.setattr(
+        Heap, "keys", lambda heap, *of: read.append(of[0]) or keys(heap, *of)
+    )
+    for policy, expected in ((STREAMING, []), (SNAPKV, list(range(LAYERS)))):
+        bench = Bench(policy)
+        bench.step(("a", 6 * BLOCK, 0, 6 * BLOCK))
+        assert len(bench.runtime.records) == 1
+        assert read == expected, "each layer once, or not at all"
 
 
 @policies

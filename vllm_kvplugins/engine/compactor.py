@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -194,7 +195,6 @@ class Views:
             positions = positions.gather(1, order)
         return LayerView(
             layer=layer,
-            keys=ordered(heap.keys(layer, pages)),
             positions=positions,
             valid=positions >= 0 if bool((positions < 0).any()) else None,
             queries=queries,
@@ -203,6 +203,7 @@ class Views:
             rotary=self.rotary,
             observed=observed,
             budget_tokens=budget_tokens,
+            load_keys=cache(lambda: ordered(heap.keys(layer, pages))),
             load_values=lambda: ordered(heap.values(layer, pages)),
             page_votes=votes,
             rules=self.rules_of(layer),

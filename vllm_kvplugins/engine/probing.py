@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -233,10 +234,10 @@ class Prober:
         )
         return dataclasses.replace(
             cached,
-            keys=torch.cat([cached.keys, own_keys], 1),
             positions=positions,
             valid=None if cached.valid is None else positions >= 0,
             query_positions=own,
+            load_keys=cache(lambda: torch.cat([cached.keys, own_keys], 1)),
             load_values=lambda: torch.cat([cached.values, own_values], 1),
             probe=part.probe,
             page_votes=votes,

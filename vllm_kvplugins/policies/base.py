@@ -57,7 +57,6 @@ class LayerView:
 
     Attributes:
         layer: index of the layer, from 0.
-        keys: [num_kv_heads, num_slots, head_dim], after RoPE, dtype of the cache.
         positions: int64 [num_kv_heads, num_slots], RoPE position of each slot; -1
             where there is no token.
         valid: bool [num_kv_heads, num_slots], whether the slot holds a token; None if
@@ -74,7 +73,8 @@ class LayerView:
             for this layer; None if neither has run.
         budget_tokens: in ``score``, tokens to keep per KV head on average; 0 in
             ``observe``.
-        load_values: reads the values; use ``values``.
+        load_keys, load_values: read the keys and the values; use ``keys`` and
+            ``values``.
         probe: the probe in ``Probing.observe``, else None.
         load_output_weights: reads the layer's output projection; use
             ``output_weights``. None unless the policy needs it.
@@ -85,7 +85,6 @@ class LayerView:
     """
 
     layer: int
-    keys: torch.Tensor
     positions: torch.Tensor
     valid: torch.Tensor | None
     queries: torch.Tensor
@@ -94,6 +93,7 @@ class LayerView:
     rotary: Rotary | None
     observed: Any
     budget_tokens: int
+    load_keys: Callable[[], torch.Tensor] = field(repr=False)
     load_values: Callable[[], torch.Tensor] = field(repr=False)
     probe: Probe | None = None
     page_votes: Callable[[bool], torch.Tensor] | None = field(default=None, repr=False)
@@ -101,6 +101,15 @@ class LayerView:
     load_output_weights: Callable[[], torch.Tensor] | None = field(
         default=None, repr=False
     )
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[num_kv_heads, num_slots, head_dim], after RoPE, dtype of the cache.
+
+        The first access gathers them from the pages, so policies that do not read keys
+        do not pay for them.
+        """
+        return self.load_keys()
 
     @property
     def values(self) -> torch.Tensor:

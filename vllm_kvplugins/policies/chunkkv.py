@@ -46,7 +46,7 @@ class ChunkKV(SnapKV):
     )
 
     def score(self, view: LayerView) -> torch.Tensor:
-        num_slots = view.keys.shape[1]
+        num_slots = view.positions.shape[1]
         prefix = num_slots - view.queries.shape[1]
         valid = view.valid
         scores = super().score(view)

@@ -64,7 +64,7 @@ class CriticalKV(SnapKV):
         return True
 
     def score(self, view: LayerView) -> torch.Tensor:
-        num_slots = view.keys.shape[1]
+        num_slots = view.positions.shape[1]
         prefix = num_slots - view.queries.shape[1]
         attention = super().score(view)[:, :prefix]
         second = (attention + self.epsilon) * projected_norms(view)[:, :prefix]

@@ -96,7 +96,7 @@ class ProtoKV(Compressor):
         return self.window + 1
 
     def score(self, view: LayerView) -> torch.Tensor:
-        num_slots = view.keys.shape[1]
+        num_slots = view.positions.shape[1]
         votes = window_votes(view)
         before_window = slice(0, num_slots - view.queries.shape[1])
         valid = None if view.valid is None else view.valid[:, before_window]

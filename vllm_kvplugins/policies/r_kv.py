@@ -121,7 +121,7 @@ class RKV(Compressor):
         """
         window = view.queries.shape[1]
         prefix = keys.shape[0] - window
-        group = view.queries.shape[0] // view.keys.shape[0]
+        group = view.queries.shape[0] // view.positions.shape[0]
         queries = view.queries[head * group : (head + 1) * group].flatten(0, 1)
         logits = (queries @ keys[:prefix].T).to(torch.float32).mul_(view.scale)
         logits = view.rules.cap(logits).view(group, window, prefix).amax(0)

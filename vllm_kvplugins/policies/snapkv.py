@@ -48,7 +48,7 @@ class SnapKV(Compressor):
     def score(self, view: LayerView) -> torch.Tensor:
         votes = window_votes(view)
         votes = pool_votes(votes, self.kernel_size, self.pooling)
-        return mark_window(votes.mean(dim=1), view.keys.shape[1])
+        return mark_window(votes.mean(dim=1), view.positions.shape[1])
 
     def problems(self) -> list[str]:
         reasons = super().problems()

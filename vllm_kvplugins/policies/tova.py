@@ -45,7 +45,7 @@ class TOVA(Compressor):
         return 2
 
     def score(self, view: LayerView) -> torch.Tensor:
-        num_slots = view.keys.shape[1]
+        num_slots = view.positions.shape[1]
         votes = window_votes(view)
         valid = None if view.valid is None else view.valid[:, :-1]
         shared = mean_over_heads(votes.mean(dim=1), view.positions[:, :-1], valid)

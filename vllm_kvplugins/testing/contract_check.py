@@ -157,7 +157,6 @@ def synthetic_view(
     ).to(shape.dtype)
     return LayerView(
         layer=0,
-        keys=keys,
         positions=positions,
         valid=None if bool(valid.all()) else valid,
         queries=queries[:, : policy.queries_needed].to(shape.dtype),
@@ -166,6 +165,7 @@ def synthetic_view(
         rotary=Rotary(angles.cos(), angles.sin(), is_neox=True),
         observed=None,
         budget_tokens=max(policy.minimum_budget_tokens, slots // 4),
+        load_keys=lambda: keys,
         load_values=lambda: values,
         load_output_weights=(
             (lambda: output_weights) if policy.needs_output_weights else None
