@@ -159,7 +159,7 @@ class RetrievingEngine(FakeEngine):
             return exact
         cached = exact[0].clone(), exact[1].clone()
         for layer, count in state.hot.items():
-            slots = self.retrieval._hot_slots[layer]
+            slots = self.retrieval._hot_slots.hot_set(layer)
             hot = (state.slot_index, slice(None), slice(0, count))
             token = (slots.token[hot] + SINKS)[..., None].expand(-1, -1, HEAD_DIM)
             places = slots.page[hot].flatten(), slots.slot[hot].flatten()

@@ -137,7 +137,7 @@ def test_keys_that_wait_for_their_index_are_not_pinned(monkeypatch):
         may_build.set()
         for each in pending:
             each.result(60)
-        for layer, pages in state.pages.items():
+        for layer, pages in enumerate(state.pages, state.first_layer):
             stored = retrieval.tier.read_keys(pages, range(state.tokens))
             assert any(keys.equal(stored) for keys in inserted), layer
         life.runtime.forget(list(PROMPTS))

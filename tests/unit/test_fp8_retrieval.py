@@ -49,7 +49,7 @@ def test_attention_is_over_what_was_asked_for(name, dtype):
     state = retrieval._requests["r"]
     assert retrieval.tier.pages.dtype == torch.uint8
     assert retrieval.tier.page_bytes == 2 * retrieval.tier.page_tokens * HEAD_DIM
-    for layer, pages in state.pages.items():
+    for layer, pages in enumerate(state.pages, state.first_layer):
         host = slice(SINKS, SINKS + state.tokens)
         read = retrieval.tier.read(pages, range(state.tokens))
         for part, exact, scale in zip(

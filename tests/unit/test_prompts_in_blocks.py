@@ -112,7 +112,7 @@ def test_the_index_is_complete_before_it_selects():
     for layer in range(SKIP, LAYERS):
         assert state.layers[layer].tokens == state.tokens
         index = fake.retrieval._indexer._ready(state.layers[layer])
-        index.check_integrity(fake.retrieval.tier.keys(state.pages[layer][None]))
+        index.check_integrity(fake.retrieval.tier.keys(state.table(layer)[None]))
     fake.remove("r")
     fake.check_idle()
 

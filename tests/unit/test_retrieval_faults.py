@@ -196,3 +196,40 @@ def test_what_is_being_fetched_is_not_freed(monkeypatch):
         fake.step({"b": 1})
     fake.remove("b")
     fake.check_idle()
+
+
+class _Aborted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("generates", [False, True], ids=["prompt", "answer"])
+def test_a_request_that_ends_before_its_compaction_leaves_nothing(
+    monkeypatch, generates
+):
+    """A connector runs the compactions of a step as the next one begins."""
+    fake = engine("icecache")
+    request = fake.add("r", 43, 30)
+    end_step = fake.runtime.end_step
+
+    def late() -> None:
+        if not fake.runtime._due or request.computed < generates * request.prompt:
+            end_step()
+            return
+        fake.runtime.forget(["r"])
+        end_step()
+        assert fake.retrieval.num_requests == 0
+        raise _Aborted
+
+    def answer() -> None:
+        while not request.done:
+            fake.step({"r": 7})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fake.runtime, "end_step", late)
+        with pytest.raises(_Aborted):
+            answer()
+    assert (request.computed >= request.prompt) == generates
+    fake.preempt("r")
+    answer()
+    fake.remove("r")
+    fake.check_idle()

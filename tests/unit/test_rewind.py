@@ -90,7 +90,7 @@ def on_host(fake: Engine, name: str) -> torch.Tensor:
     state = fake.retrieval._requests[name]
     rows = [
         torch.stack(fake.retrieval.tier.read(pages, range(state.tokens)))
-        for pages in state.pages.values()
+        for pages in state.pages
     ]
     return torch.stack(rows)
 
@@ -301,7 +301,7 @@ def test_quantized_host_memory(session_dtype):
     state = saved.extension_states[0]
     before = {
         layer: torch.stack(fake.retrieval.tier.read(pages, range(state.tokens)))
-        for layer, pages in state.pages.items()
+        for layer, pages in enumerate(state.pages, state.first_layer)
     }
     branch = branch_of(source, "b", 47)
     fake.attend_every = 1000  # the device holds what the fake engine does not know
@@ -309,7 +309,7 @@ def test_quantized_host_memory(session_dtype):
     state = fake.retrieval._requests["b"]
     kept = fake.retrieval._requests["b"].tokens
     assert 0 < kept < 47
-    for layer, pages in state.pages.items():
+    for layer, pages in enumerate(state.pages, state.first_layer):
         here = torch.stack(fake.retrieval.tier.read(pages, range(kept)))
         assert torch.equal(here, before[layer][:, :, :kept])
     held = fake.runtime.request_state("b").resident

@@ -66,7 +66,7 @@ def test_a_conversation_keeps_its_index(name, more, in_place):
             request = fake.resume(request, saved, prompt, 15, in_place=in_place)
             assert request.computed == PROMPTS[turn - 1] + 14, "nothing is recomputed"
         state = fake.retrieval._requests.get("r")
-        tables.append(state and state.pages[SKIP][:, :2].clone())
+        tables.append(state and state.table(SKIP)[:, :2].clone())
         while not request.done:
             fake.step({"r": 10})
         saved = fake.save("r")

@@ -19,7 +19,8 @@ def keep_top(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: a score is NaN, or a count is out of range.
 
-    Cost: one top-k of the largest count, two passes over the scores.
+    Cost: one top-k of the largest count, or of the slots that the row with the smallest
+        count drops, whichever is smaller; two passes over the scores.
     """
     slots = scores.shape[-1]
     if bool(torch.isnan(scores).any()):
@@ -29,10 +30,26 @@ def keep_top(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"cannot keep {counts.tolist()} of {slots} slots")
     if largest == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
-    best = scores.topk(largest, dim=-1, sorted=True).values
-    threshold = best.gather(-1, (counts - 1).clamp(min=0).unsqueeze(-1))
+    threshold = _worst_kept(scores, counts, largest)
     above = scores > threshold
     missing = counts.unsqueeze(-1) - above.sum(-1, keepdim=True)
     # topk returns any of several equal scores; keep those in the lower slots.
     ties = scores == threshold
     return above | (ties & (ties.cumsum(-1) <= missing))
+
+
+def _worst_kept(
+    scores: torch.Tensor, counts: torch.Tensor, largest: int
+) -> torch.Tensor:
+    """[..., 1]: the score of rank ``counts``, the best one's rank being 1.
+
+    Args:
+        largest: the largest count, at least 1. A count of 0 gets the largest score.
+    """
+    slots = scores.shape[-1]
+    dropped = min(slots - int(counts.min()) + 1, slots)
+    if largest <= dropped:
+        best = scores.topk(largest, dim=-1, sorted=True).values
+        return best.gather(-1, (counts - 1).clamp(min=0).unsqueeze(-1))
+    worst = scores.topk(dropped, dim=-1, largest=False, sorted=True).values
+    return worst.gather(-1, (slots - counts).clamp(max=slots - 1).unsqueeze(-1))

@@ -39,7 +39,10 @@ from vllm_kvplugins.engine.retrieval.host_tier import tier_for
 from vllm_kvplugins.engine.retrieval.hot_slots import HotSlots
 from vllm_kvplugins.engine.retrieval.indexing import Indexer
 from vllm_kvplugins.engine.retrieval.log import RetrievalLog
-from vllm_kvplugins.engine.retrieval.offload_queue import OffloadQueue
+from vllm_kvplugins.engine.retrieval.offload_queue import (
+    LeavingTokens,
+    OffloadQueue,
+)
 from vllm_kvplugins.engine.retrieval.offloaded import Batch, Fetched, Offloaded
 from vllm_kvplugins.engine.retrieval.prompt_rows import (
     PromptRow,
@@ -49,7 +52,7 @@ from vllm_kvplugins.engine.retrieval.prompt_rows import (
 from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
 from vllm_kvplugins.index.device_codes import FIT_KEYS
 from vllm_kvplugins.ops.device import AsyncHostCopy, SideStream, moved
-from vllm_kvplugins.ops.hot_set import HotSet, fill_hot
+from vllm_kvplugins.ops.hot_set import fill_hot
 from vllm_kvplugins.ops.layout import PagedKV
 from vllm_kvplugins.ops.mixed_attention import attend_mixed
 from vllm_kvplugins.ops.threads import Helper
@@ -88,10 +91,8 @@ class RetrievalController(StepExtension):
         self.tier = tier_for(policy, heap, share)
         on_device = policy.device_selection is not None
         selects_on = heap.pages.device if on_device else torch.device("cpu")
-        self._hot_slots = {
-            layer: HotSlots.empty(heap.num_kv_heads, selects_on)
-            for layer in range(policy.skip_layers, heap.num_layers)
-        }
+        layers = range(policy.skip_layers, heap.num_layers)
+        self._hot_slots = HotSlots(layers, heap.num_kv_heads, selects_on)
         self._device = self._new_device_selector()
         self._indexer = Indexer(policy, self._count_failure)
         self._offload_queue = OffloadQueue(
@@ -115,7 +116,7 @@ class RetrievalController(StepExtension):
         # Sums on their way to the host.
         self._sums: deque[AsyncHostCopy] = deque()
         # Requests whose compaction at the end of this step offloads tokens.
-        self._offloading: list[tuple[DueCompaction, PageList]] = []
+        self._leaving: list[LeavingTokens] = []
 
     def _new_device_selector(self) -> DeviceSelector | None:
         policy, heap, tier = self._policy, self._heap, self.tier
@@ -125,7 +126,7 @@ class RetrievalController(StepExtension):
         store = selection.new_store(
             len(tier.pages), heap.layout.head_dim, heap.pages.device
         )
-        selecting = filter(policy.selects, self._hot_slots)
+        selecting = filter(policy.selects, self._hot_slots.layers)
         return DeviceSelector(store, heap, tier, self._hot_slots, selecting)
 
     @property
@@ -152,39 +153,40 @@ class RetrievalController(StepExtension):
 
     # -- compactions --------------------------------------------------------------
 
-    def offload(
-        self,
-        request_id: str,
-        layer: int,
-        owned: PageList,
-        tokens: int,
-        before_tail: int,
-    ) -> None:
-        """Copy one layer's tokens to the host that leave the window in the compaction
-        at the end of this step, and start to index them.
+    def _leaving_tokens(self, due: DueCompaction, owned: PageList) -> LeavingTokens:
+        """What a compaction at the end of this step moves to the host.
 
         Args:
             owned: the request's pages before the compaction.
-            tokens: number of tokens in the cache.
-            before_tail: how many of them are before the tail.
         """
-        if layer not in self._hot_slots:
-            return
-        state = self._requests.get(request_id)
+        row = due.row
+        state = self._requests.get(row.request_id)
+        before_tail = due.compaction.retained.stop * self._heap.layout.block_size
+        offloaded = self._policy.offloaded(row.after_tokens, before_tail)
+        start = offloaded.start + (0 if state is None else state.tokens)
+        positions = range(start, max(offloaded.stop, start))
+        generates = row.computed_tokens >= row.prompt_tokens
+        return LeavingTokens(row.request_id, owned, positions, at_once=generates)
+
+    def _offload(self, leaving: LeavingTokens, layers: range) -> None:
+        """Copy the tokens of some layers to the host, and start to index them."""
+        state = self._requests.get(leaving.request_id)
         if state is None:
-            state = self._requests[request_id] = Offloaded(self._take_slot_index())
-        offloaded = self._policy.offloaded(tokens, before_tail)
-        first = state.tokens
-        heads, dim = self._heap.num_kv_heads, self._heap.layout.head_dim
-        if layer not in state.pages:
-            state.pages[layer] = torch.empty(heads, 0, dtype=torch.int64)
-            if self._device is None and self._policy.selects(layer):
-                state.layers[layer] = self._indexer.new_layer(heads, dim)
-        start = offloaded.start + first
-        if start < offloaded.stop:
-            self._offload_queue.send(state, layer, owned, start, offloaded.stop)
-        if layer == max(self._hot_slots):
-            state.tokens = max(len(offloaded), first)
+            state = self._requests[leaving.request_id] = self._new_state()
+        if leaving.positions:
+            self._offload_queue.send(state, layers, leaving.owned, leaving.positions)
+        if layers.stop == self._hot_slots.layers.stop:
+            state.tokens += len(leaving.positions)
+
+    def _new_state(self) -> Offloaded:
+        """State of a request without tokens on the host."""
+        layers, heads = self._hot_slots.layers, self._heap.num_kv_heads
+        no_pages = torch.empty(len(layers), heads, 0, dtype=torch.int64)
+        state = Offloaded(self._take_slot_index(), layers.start, no_pages)
+        if self._device is None:
+            for layer in filter(self._policy.selects, layers):
+                state.layers[layer] = self._indexer.new_layer(*self._shape_of_keys)
+        return state
 
     def after_compaction(
         self, request_id: str, pages: torch.Tensor, positions: torch.Tensor
@@ -198,23 +200,30 @@ class RetrievalController(StepExtension):
             positions: int32 [rows, max pages * block_size], -1 where unused.
         """
         self._offload_queue.drain()
-        pages, positions = pages.cpu(), positions.cpu()
         state = self._requests[request_id]
         state.prefetched = False
-        heads, size = self._heap.num_kv_heads, self._heap.layout.block_size
-        for layer in state.pages:
-            rows = slice(layer * heads, (layer + 1) * heads)
-            token = positions[rows].long() - self._policy.sinks
-            hot = (token >= 0) & (token < state.tokens)
-            place = hot.nonzero(as_tuple=True)[1].view(heads, -1)
-            self._hot_slots[layer].replace(
-                state.slot_index,
-                page=pages[rows].gather(1, place // size),
-                slot=place % size,
-                place=place,
-                token=token.gather(1, place),
-            )
-            state.hot[layer] = place.shape[1]
+        layers, size = self._hot_slots.layers, self._heap.layout.block_size
+        token = positions[self._rows].cpu().long() - self._policy.sinks
+        hot = (token >= 0) & (token < state.tokens)
+        counts = hot.sum(1)
+        place = token.new_zeros(len(token), int(counts.max()))
+        used = torch.arange(place.shape[1]) < counts[:, None]
+        place[used] = hot.nonzero()[:, 1]
+
+        def by_layer(rows: torch.Tensor) -> torch.Tensor:
+            return rows.unflatten(0, (len(layers), -1))
+
+        # The KV heads of a layer have equally many.
+        counts = by_layer(counts)[:, 0]
+        self._hot_slots.replace(
+            state.slot_index,
+            counts,
+            page=by_layer(pages[self._rows].cpu().gather(1, place // size)),
+            slot=by_layer(place % size),
+            place=by_layer(place),
+            token=by_layer(token.gather(1, place)),
+        )
+        state.hot = dict(zip(layers, counts.tolist(), strict=True))
 
     def refresh_positions(self, request_id: str, positions: torch.Tensor) -> None:
         """Write the positions of the hot tokens into those of a retained region."""
@@ -222,14 +231,12 @@ class RetrievalController(StepExtension):
         state = self._requests.get(request_id)
         if state is None:
             return
-        heads = self._heap.num_kv_heads
         here = positions if self._device is not None else positions.cpu()
-        for layer, count in state.hot.items():
-            hot_slots = self._hot_slots[layer]
-            rows = here[layer * heads : (layer + 1) * heads]
-            token = hot_slots.hot_tokens(state.slot_index) + self._policy.sinks
-            place = hot_slots.place[state.slot_index, :, :count]
-            rows.scatter_(1, moved(place, here.device), token.to(positions.dtype))
+        row, place, token = self._hot_slots.tokens_of(state.slot_index)
+        rows = here[self._rows]
+        rows[moved(row, here.device), moved(place, here.device)] = (
+            token + self._policy.sinks
+        ).to(rows.dtype)
         if here is not positions:
             positions.copy_(moved(here, positions.device))
 
@@ -238,7 +245,9 @@ class RetrievalController(StepExtension):
     def begin_step(self, step: Step) -> None:
         """Note which rows fetch tokens, and which requests offload some."""
         self._begin_fetches(step.rows)
-        self._offloading = [(due, step.pages_of(due)) for due in step.due]
+        self._leaving = [
+            self._leaving_tokens(due, step.pages_of(due)) for due in step.due
+        ]
 
     def _begin_fetches(self, rows: Sequence[Row]) -> None:
         self._wait_for_pending()
@@ -336,8 +345,7 @@ class RetrievalController(StepExtension):
                 kv,
                 pages.unflatten(0, (-1, self._heap.num_kv_heads))[each.index],
                 int(lengths[each.index * self._heap.num_kv_heads]),
-                self._hot_slots[layer],
-                each.state.slot_index,
+                self._hot_slots.hot_places(layer, each.state.slot_index),
             )
             flat[own] = each.attend(
                 layer,
@@ -399,18 +407,21 @@ class RetrievalController(StepExtension):
     def after_layer(self, layer: int, queries: torch.Tensor) -> None:
         """Offload this layer's tokens before a compaction; without one, start to
         fetch for the next step."""
-        for due, owned in self._offloading:
-            row = due.row
-            before_tail = due.compaction.retained.stop * self._heap.layout.block_size
-            self.offload(row.request_id, layer, owned, row.after_tokens, before_tail)
-        if not self._offloading:
+        if not self._leaving:
             self._fetch_for_next_step(layer, queries)
+        elif layer in self._hot_slots:
+            for leaving in self._leaving:
+                if not leaving.at_once:
+                    self._offload(leaving, range(layer, layer + 1))
 
     def end_step(
         self, prompts: Mapping[str, tuple[Sequence[int], Sequence[int]]]
     ) -> None:
-        """All layers have offloaded."""
-        self._offloading = []
+        """Offload the tokens that leave all layers at once."""
+        for leaving in self._leaving:
+            if leaving.at_once:
+                self._offload(leaving, self._hot_slots.layers)
+        self._leaving = []
 
     def _fetch_for_next_step(self, layer: int, queries: torch.Tensor) -> None:
         """Start to fetch with this step's queries, if the policy prefetches."""
@@ -456,8 +467,7 @@ class RetrievalController(StepExtension):
         for state in batch.states:
             self._complete_index(state, layer)
         count = max(state.hot[layer] for state in batch.states)
-        table = self._hot_slots[layer].tables_of(batch.slot_numbers)
-        keys = self.tier.keys(table)
+        keys = self.tier.keys(self._hot_slots.tables_of(layer, batch.slot_numbers))
         layers = [state.layers[layer] for state in batch.states]
         scale = self._scale_of_stored_keys(layer)
         batch.selected = self._indexer.select(layers, queries, keys, scale, count)
@@ -467,7 +477,7 @@ class RetrievalController(StepExtension):
         indexed = state.layers[layer]
         if indexed.tokens < state.tokens:
             missing = range(indexed.tokens, state.tokens)
-            read = partial(self.tier.read_keys, state.pages[layer], missing)
+            read = partial(self.tier.read_keys, state.table(layer), missing)
             self._indexer.insert(indexed, missing, read)
 
     def _scale_of_stored_keys(self, layer: int) -> float:
@@ -476,14 +486,13 @@ class RetrievalController(StepExtension):
 
     def _fill_hot_slots(self, batch: Batch, layer: int) -> torch.Tensor:
         """Returns int64 [requests]: tokens that had to be copied."""
-        hot_slots = self._hot_slots[layer]
         assert batch.selected is not None, "the first layer that retrieves selects"
         return fill_hot(
             self._heap.kv,
-            self.tier.host_pages(hot_slots.tables_of(batch.slot_numbers)),
+            self.tier.host_pages(self._hot_slots.tables_of(layer, batch.slot_numbers)),
             batch.selected,
             batch.slot_indices,
-            HotSet(hot_slots.token, hot_slots.page, hot_slots.slot, hot_slots.counts),
+            self._hot_slots.hot_set(layer),
         )
 
     def _log_fetches(
@@ -499,14 +508,13 @@ class RetrievalController(StepExtension):
         on_host = batch.copy_queries(queries, heads).wait()
         group = queries.shape[1] // heads
         scale = self._scale_of_stored_keys(layer)
-        hot_slots = self._hot_slots[layer]
         for row, name in enumerate(self._request_ids(batch)):
             state = batch.states[row]
-            keys = self.tier.read_keys(state.pages[layer], range(state.tokens))
-            hot, copied = hot_slots.hot_tokens(state.slot_index).cpu(), None
+            keys = self.tier.read_keys(state.table(layer), range(state.tokens))
+            hot, copied = self._hot_slots.hot_tokens(layer, state.slot_index), None
             if fetched is not None:
                 copied = int(fetched[row].sum())
-            log.add(name, layer, on_host[row], group, keys, hot, scale, copied)
+            log.add(name, layer, on_host[row], group, keys, hot.cpu(), scale, copied)
 
     def _request_ids(self, batch: Batch) -> list[str]:
         """Ids of a batch's requests."""
@@ -533,11 +541,13 @@ class RetrievalController(StepExtension):
     def detach(self, request_id: str) -> Offloaded | None:
         """Remove a request; return its host tokens for ``attach`` or ``discard``."""
         self._wait_for_pending()
+        self._leaving = [
+            each for each in self._leaving if each.request_id != request_id
+        ]
         state = self._requests.pop(request_id, None)
         if state is None:
             return None
-        for hot_slots in self._hot_slots.values():
-            hot_slots.clear(state.slot_index)
+        self._hot_slots.clear(state.slot_index)
         self._free_slot_indices.append(state.slot_index)
         self._batches, self._draft_rounds, self._prompt_rows = [], [], []
         self._attends_all_rows = False
@@ -547,14 +557,15 @@ class RetrievalController(StepExtension):
     def held_positions(self, state: Offloaded, layer: int) -> range:
         """Positions whose keys and values a state has on the host."""
         first = self._policy.sinks
-        return range(first, first + state.tokens) if layer in state.pages else range(0)
+        held = state.tokens if layer in self._hot_slots else 0
+        return range(first, first + held)
 
     def read_held(
         self, state: Offloaded, layer: int, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`StepExtension`."""
         tokens = positions - self._policy.sinks
-        return self.tier.elements(state.pages[layer], tokens, self._heap.pages.dtype)
+        return self.tier.elements(state.table(layer), tokens, self._heap.pages.dtype)
 
     @torch.inference_mode()
     def continued(
@@ -582,7 +593,7 @@ class RetrievalController(StepExtension):
         if moves and tokens == state.tokens:
             return state
         pages = self._continued_pages(state, tokens, moves)
-        new = Offloaded(slot_index=-1, tokens=tokens, pages=pages)
+        new = Offloaded(-1, state.first_layer, pages, tokens)
         takes = moves or 2 * tokens >= state.tokens
         for layer, own in state.layers.items():
             fresh = self._indexer.new_layer(*self._shape_of_keys)
@@ -596,6 +607,12 @@ class RetrievalController(StepExtension):
         if moves:
             self.discard(state)
         return new
+
+    @property
+    def _rows(self) -> slice:
+        """Rows of the layers that offload, among all (layer, KV head) pairs."""
+        layers, heads = self._hot_slots.layers, self._heap.num_kv_heads
+        return slice(layers.start * heads, layers.stop * heads)
 
     @property
     def _shape_of_keys(self) -> tuple[int, int]:
@@ -613,41 +630,38 @@ class RetrievalController(StepExtension):
 
     def _continued_pages(
         self, state: Offloaded, tokens: int, moves: bool
-    ) -> dict[int, torch.Tensor]:
-        """The pages of a request that continues a session, per layer.
+    ) -> torch.Tensor:
+        """The pages of a request that continues a session: see ``Offloaded.pages``.
 
         Raises:
             RuntimeError: the host tier has too few free pages; none was allocated.
         """
-        size, heads = self.tier.page_tokens, self._heap.num_kv_heads
+        size = self.tier.page_tokens
         num_pages = -(-tokens // size)
         num_shared = -(-self._first_own(tokens, moves) // size)
         missing = num_pages - num_shared
-        fresh = self.tier.take(missing * heads * len(state.pages))
-        parts = fresh.view(len(state.pages), heads, missing)
-        continued = {}
-        for (layer, own), new in zip(state.pages.items(), parts, strict=True):
-            self.tier.share(own[:, :num_shared].flatten())
+        layers, heads = state.pages.shape[:2]
+        fresh = self.tier.take(missing * heads * layers).view(layers, heads, missing)
+        shared = state.pages[:, :, :num_shared]
+        self.tier.share(shared.flatten())
+        for own, new in zip(state.pages, fresh, strict=True):
             source = own[:, num_shared:num_pages]
             self.tier.copy_pages(source.flatten(), new.flatten())
-            continued[layer] = torch.cat([own[:, :num_shared], new], 1)
-        return continued
+        return torch.cat([shared, fresh], 2)
 
     def attach(self, request_id: str, state: Offloaded) -> None:
         """Give the host tokens of a session to the request that continues it."""
         state.slot_index, state.prefetched = self._take_slot_index(), False
         self._detached.remove(state)
         self._requests[request_id] = state
-        for layer, pages in state.pages.items():
-            self._hot_slots[layer].set_pages(state.slot_index, pages)
+        self._hot_slots.set_pages(state.slot_index, state.pages)
         if self._device is not None:
             self._device.attach(state)
 
     def discard(self, state: Offloaded) -> None:
         """Free detached host tokens that no request will attach."""
         self._detached.remove(state)
-        for pages in state.pages.values():
-            self.tier.release(pages.flatten())
+        self.tier.release(state.pages.flatten())
 
     def close(self) -> None:
         """Release the host memory. No request may own any of it."""
@@ -678,7 +692,8 @@ class RetrievalController(StepExtension):
 
     def hot_tokens(self, request_id: str, layer: int) -> torch.Tensor:
         """int64 [num_kv_heads, count]: indices of the host tokens in hot slots."""
-        return self._hot_slots[layer].hot_tokens(self._requests[request_id].slot_index)
+        slot_index = self._requests[request_id].slot_index
+        return self._hot_slots.hot_tokens(layer, slot_index)
 
     @property
     def num_requests(self) -> int:
@@ -687,9 +702,7 @@ class RetrievalController(StepExtension):
     def check_integrity(self) -> None:
         """Check that each host page and each slot index has one owner."""
         owners = [*self._requests.values(), *self._detached]
-        self.tier.check_integrity(
-            [pages.flatten() for state in owners for pages in state.pages.values()]
-        )
+        self.tier.check_integrity([state.pages.flatten() for state in owners])
         indices = [state.slot_index for state in self._requests.values()]
         indices += self._free_slot_indices
         assert sorted(indices) == list(range(len(indices))), "a slot index is lost"

@@ -14,7 +14,7 @@ change in compactions only. One small copy per step and batch carries them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -38,7 +38,7 @@ class DeviceSelector:
 
     Args:
         store: the codes of all host pages.
-        hot_slots: per layer that offloads, with its tokens on the heap's device.
+        hot_slots: with their tokens on the heap's device.
         selecting: the layers that select; the others reuse a selection.
     """
 
@@ -47,7 +47,7 @@ class DeviceSelector:
         store: CodeStore,
         heap: Heap,
         tier: HostTier,
-        hot_slots: Mapping[int, HotSlots],
+        hot_slots: HotSlots,
         selecting: Iterable[int],
     ) -> None:
         self._store, self._heap, self._tier = store, heap, tier
@@ -69,7 +69,7 @@ class DeviceSelector:
 
     def bytes_of(self, state: Offloaded) -> int:
         """Device memory of the codes of a request."""
-        pages = sum(state.pages[layer].numel() for layer in state.spaces)
+        pages = sum(state.table(layer).numel() for layer in state.spaces)
         return int(pages * self._store.page_bytes)
 
     def append(
@@ -83,7 +83,7 @@ class DeviceSelector:
         """
         if layer not in self._widths:
             return
-        pages, space = state.pages[layer], state.spaces.get(layer)
+        pages, space = state.table(layer), state.spaces.get(layer)
         if space is None or not space.is_fit:
             heads, count, dim = keys.shape
             if first + count >= FIT_KEYS:
@@ -106,7 +106,7 @@ class DeviceSelector:
             first_own: its first token in pages that the session does not use.
         """
         for layer, space in state.spaces.items():
-            pages = new.pages[layer]
+            pages = new.table(layer)
             if space.is_fit and new.tokens < FIT_KEYS:
                 heads = self._heap.num_kv_heads, self._heap.layout.head_dim
                 space = CodeSpace.plain(*heads, self._device)
@@ -156,7 +156,7 @@ class DeviceSelector:
         Returns:
             int64 [requests, num_kv_heads] on the device, tokens that are fetched.
         """
-        here, hot_slots = batch.on_device, self._hot_slots[layer]
+        here, hot = batch.on_device, self._hot_slots.hot_set(layer)
         assert here is not None, "begin has not run"
         host = HostRequests(
             self._table(layer, batch.slot_numbers, here.num_tokens), here.lengths
@@ -175,14 +175,14 @@ class DeviceSelector:
             here.votes,
             self._tier.page_tokens,
             host,
-            HotTokens(hot_slots.token, here.slot_indices, here.counts[layer], width),
+            HotTokens(hot.token, here.slot_indices, here.counts[layer], width),
         )
         fetch_rows(
             self._heap.kv,
             self._tier.pages,
             rows,
-            hot_slots.page[:, :, :width].index_select(0, here.slot_indices),
-            hot_slots.slot[:, :, :width].index_select(0, here.slot_indices),
+            hot.page[:, :, :width].index_select(0, here.slot_indices),
+            hot.slot[:, :, :width].index_select(0, here.slot_indices),
         )
         if self._tier.reads is not None:
             self._tier.reads.note()
@@ -195,7 +195,7 @@ class DeviceSelector:
 
         Copied only when requests come, go or get pages, which is rare.
         """
-        listed = self._hot_slots[layer].tables_of(tuple(slot_numbers))
+        listed = self._hot_slots.tables_of(layer, tuple(slot_numbers))
         known = self._tables.get(layer)
         pages = -(-num_tokens // self._tier.page_tokens)
         if known is None or known[0] is not listed or known[1].shape[2] != pages:

@@ -1,98 +1,110 @@
-"""The hot slots of one layer and the tokens in them, for all requests that retrieve.
+"""The hot slots and the tokens in them, for all requests that retrieve.
 
-The tensors cover all requests, so that one call serves a whole step. Whoever selects
-knows which tokens are in hot slots, and where: the host, or the device.
+The tensors cover all layers, so that a compaction writes them at once, and all
+requests, so that one call serves a whole step in a layer. Whoever selects knows which
+tokens are in hot slots, and where: the host, or the device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from vllm_kvplugins.ops.device import moved
+from vllm_kvplugins.ops.hot_set import HotSet
 
 _HOST = torch.device("cpu")
 
 
-@dataclass(slots=True)
 class HotSlots:
-    """Hot slots and host pages of one layer, one row (slot index) per request.
+    """Hot slots and host pages per layer, one row (slot index) per request.
+
+    ``hot_set(layer)`` is a view of one layer, for ``fill_hot``.
+
+    Args:
+        layers: the layers that offload.
+        device: where tokens are selected.
 
     Attributes:
-        table: int64 [slot indices, num_kv_heads, host pages], pages of the host
-            tier; 0 after a request's last page.
-        page, slot: int64 [slot indices, num_kv_heads, width], where the hot slots are
-            in the heap; like ``token`` on the device that selects.
-        token: int64 [slot indices, num_kv_heads, width], index of the host token in
-            the slot.
-        place: int64 [slot indices, num_kv_heads, width], their column in the
-            retained region's positions.
-        counts: int64 [slot indices], how many of ``width`` are in use.
+        table: int64 [layers, slot indices, num_kv_heads, host pages], pages of the host
+            tier; 0 after a request's last page. On the host.
+        page, slot: int64 [layers, slot indices, num_kv_heads, width], where the hot
+            slots are in the heap; on the device that selects.
+        token: the same shape and device, index of the host token in the slot.
+        place: the same shape, on the host: their column in the retained region's
+            positions.
+        counts: int64 [layers, slot indices], how many of ``width`` are in use. On the
+            host.
     """
 
-    table: torch.Tensor
-    page: torch.Tensor
-    slot: torch.Tensor
-    token: torch.Tensor
-    place: torch.Tensor
-    counts: torch.Tensor
-    # the last result of tables_of, while it is valid
-    _tables: tuple[tuple[int, ...], torch.Tensor] | None = None
-
-    @staticmethod
-    def empty(num_kv_heads: int, device: torch.device = _HOST) -> HotSlots:
-        """No hot slots.
-
-        Args:
-            device: where tokens are selected.
-        """
+    def __init__(
+        self, layers: range, num_kv_heads: int, device: torch.device = _HOST
+    ) -> None:
+        self.layers = layers
 
         def nothing(device: torch.device) -> torch.Tensor:
-            return torch.zeros(0, num_kv_heads, 0, dtype=torch.int64, device=device)
+            shape = len(layers), 0, num_kv_heads, 0
+            return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        return HotSlots(
-            nothing(_HOST),
-            nothing(device),
-            nothing(device),
-            nothing(device),
-            nothing(_HOST),
-            torch.zeros(0, dtype=torch.int64),
-        )
+        self.table, self.place = nothing(_HOST), nothing(_HOST)
+        self.page, self.slot = nothing(device), nothing(device)
+        self.token = nothing(device)
+        self.counts = torch.zeros(len(layers), 0, dtype=torch.int64)
+        self._sets: list[HotSet] = []
+        # The last result of tables_of per layer, while it is valid.
+        self._tables: tuple[tuple[int, ...], list[torch.Tensor]] | None = None
 
-    def tables_of(self, slot_indices: tuple[int, ...]) -> torch.Tensor:
+    def __contains__(self, layer: int) -> bool:
+        return layer in self.layers
+
+    def hot_set(self, layer: int) -> HotSet:
+        """The hot slots of a layer; its tensors are views."""
+        if not self._sets:
+            self._sets = [
+                HotSet(*tensors)
+                for tensors in zip(
+                    self.token, self.page, self.slot, self.counts, strict=True
+                )
+            ]
+        return self._sets[layer - self.layers.start]
+
+    def tables_of(self, layer: int, slot_indices: tuple[int, ...]) -> torch.Tensor:
         """int64 [len(slot_indices), num_kv_heads, host pages]. Returns the same tensor
         while neither the slot indices nor the pages change, which is most steps."""
         if self._tables is None or self._tables[0] != slot_indices:
-            self._tables = slot_indices, self.table[list(slot_indices)]
-        return self._tables[1]
+            tables = self.table[:, list(slot_indices)]
+            self._tables = slot_indices, list(tables)
+        return self._tables[1][layer - self.layers.start]
 
     def set_pages(self, slot_index: int, pages: torch.Tensor) -> None:
-        """Set a request's host pages, int64 [num_kv_heads, pages]."""
-        self.make_room(slot_index + 1, pages=pages.shape[1])
-        self.table[slot_index, :, : pages.shape[1]] = pages
+        """Set a request's host pages, int64 [layers, num_kv_heads, pages]."""
+        self.make_room(slot_index + 1, pages=pages.shape[2])
+        self.table[:, slot_index, :, : pages.shape[2]] = pages
         self._tables = None
 
     def make_room(self, slot_indices: int, pages: int = 0, width: int = 0) -> None:
         """Grow to at least this many slot indices, host pages and hot slots."""
-        if slot_indices > len(self.counts):
-            grown = self.counts.new_zeros(max(slot_indices, 2 * len(self.counts)))
-            grown[: len(self.counts)] = self.counts
+        have = self.counts.shape[1]
+        if slot_indices > have:
+            grown = self.counts.new_zeros(len(self.counts), max(slot_indices, 2 * have))
+            grown[:, :have] = self.counts
             self.counts = grown
-        self.table = _grown(self.table, len(self.counts), pages)
+        slot_indices = self.counts.shape[1]
+        self.table = _grown(self.table, slot_indices, pages)
         for name in ("page", "slot", "token", "place"):
-            setattr(self, name, _grown(getattr(self, name), len(self.counts), width))
+            setattr(self, name, _grown(getattr(self, name), slot_indices, width))
+        self._sets = []
 
     def clear(self, slot_index: int) -> None:
         """Remove the request with this slot index."""
-        if slot_index < len(self.counts):
-            self.counts[slot_index] = 0
-            self.table[slot_index] = 0
+        if slot_index < self.counts.shape[1]:
+            self.counts[:, slot_index] = 0
+            self.table[:, slot_index] = 0
             self._tables = None
 
     def replace(
         self,
         slot_index: int,
+        counts: torch.Tensor,
         page: torch.Tensor,
         slot: torch.Tensor,
         place: torch.Tensor,
@@ -101,28 +113,54 @@ class HotSlots:
         """Replace a request's hot slots, after a compaction.
 
         Args:
-            page, slot, place, token: int64 [num_kv_heads, n], on the host; see the
-                attributes.
+            counts: int64 [layers].
+            page, slot, place, token: int64 [layers, num_kv_heads, n], on the host; see
+                the attributes. Anything after a layer's count.
         """
-        count = page.shape[1]
-        self.make_room(slot_index + 1, width=count)
-        self.counts[slot_index] = count
-        self.place[slot_index, :, :count] = place
+        width = page.shape[2]
+        self.make_room(slot_index + 1, width=width)
+        self.counts[:, slot_index] = counts
+        self.place[:, slot_index, :, :width] = place
         rows = moved(torch.stack([page, slot, token]), self.token.device)
         for name, row in zip(("page", "slot", "token"), rows, strict=True):
-            getattr(self, name)[slot_index, :, :count] = row
+            getattr(self, name)[:, slot_index, :, :width] = row
 
-    def hot_tokens(self, slot_index: int) -> torch.Tensor:
+    def hot_tokens(self, layer: int, slot_index: int) -> torch.Tensor:
         """int64 [num_kv_heads, count], a view, on the device that selects."""
-        return self.token[slot_index, :, : int(self.counts[slot_index])]
+        at = layer - self.layers.start
+        return self.token[at, slot_index, :, : int(self.counts[at, slot_index])]
+
+    def hot_places(self, layer: int, slot_index: int) -> torch.Tensor:
+        """int64 [num_kv_heads, count], a view, on the host; see ``place``."""
+        at = layer - self.layers.start
+        return self.place[at, slot_index, :, : int(self.counts[at, slot_index])]
+
+    def tokens_of(
+        self, slot_index: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The hot slots of a request.
+
+        Returns:
+            Three int64 [hot slots * num_kv_heads]: rows, counted over layers and KV
+            heads, places, both on the host, and tokens, on the device that selects.
+        """
+        width = torch.arange(self.place.shape[3])
+        used = width < self.counts[:, slot_index, None]
+        layer, column = used.nonzero(as_tuple=True)
+        heads = self.place.shape[2]
+        row = layer[:, None] * heads + torch.arange(heads)
+        place = self.place[:, slot_index][layer, :, column]
+        layer, column = moved(torch.stack([layer, column]), self.token.device)
+        token = self.token[:, slot_index][layer, :, column]
+        return row.flatten(), place.flatten(), token.flatten()
 
 
 def _grown(tensor: torch.Tensor, slot_indices: int, width: int) -> torch.Tensor:
     """A copy that is large enough, with a quarter more width for the next time."""
-    have, heads, wide = tensor.shape
+    layers, have, heads, wide = tensor.shape
     if slot_indices <= have and width <= wide:
         return tensor
     wider = wide if width <= wide else width + width // 4
-    grown = tensor.new_zeros(max(slot_indices, have), heads, wider)
-    grown[:have, :, :wide] = tensor
+    grown = tensor.new_zeros(layers, max(slot_indices, have), heads, wider)
+    grown[:, :have, :, :wide] = tensor
     return grown

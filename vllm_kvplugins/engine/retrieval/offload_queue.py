@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,18 +19,36 @@ from vllm_kvplugins.ops import dispatch as ops
 from vllm_kvplugins.ops.device import AsyncHostCopy
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LeavingTokens:
+    """Tokens that a compaction at the end of the step moves to the host.
+
+    Attributes:
+        owned: the request's pages before the compaction.
+        positions: those of the tokens; the cache holds all of them.
+        at_once: whether they leave all layers at once, at the end of the step. That is
+            cheaper for the few tokens of a block that was generated. Those of a prompt
+            leave a layer when it has attended, while later layers compute.
+    """
+
+    request_id: str
+    owned: PageList
+    positions: range
+    at_once: bool
+
+
 @dataclass(slots=True, eq=False)
 class PendingOffload:
-    """Tokens of one layer of a request.
+    """Tokens of some layers of a request.
 
     Attributes:
         first: index of the first one among the request's host tokens.
-        keys, values: [num_kv_heads, n, head_dim].
+        keys, values: [layers * num_kv_heads, n, head_dim].
         device_keys: the keys on their device, if it selects.
     """
 
     state: Offloaded
-    layer: int
+    layers: range
     first: int
     keys: AsyncHostCopy
     values: AsyncHostCopy
@@ -48,7 +66,7 @@ class OffloadQueue:
         self,
         heap: Heap,
         tier: HostTier,
-        hot_slots: Mapping[int, HotSlots],
+        hot_slots: HotSlots,
         indexer: Indexer,
         device: DeviceSelector | None = None,
     ) -> None:
@@ -58,20 +76,20 @@ class OffloadQueue:
         self._pending: list[PendingOffload] = []
 
     def send(
-        self, state: Offloaded, layer: int, owned: PageList, start: int, stop: int
+        self, state: Offloaded, layers: range, owned: PageList, positions: range
     ) -> None:
-        """Start to copy a layer's tokens, after those that the request has on the host.
+        """Start to copy tokens, after those that the request has on the host.
 
         Args:
             owned: the request's pages.
-            start, stop: positions; the cache must hold all of them.
+            positions: of the tokens; the cache must hold all of them.
         """
-        self.drain(except_layer=layer)
-        keys, values = read_tokens(self._heap, layer, owned, start, stop)
+        self.drain(except_layers=layers)
+        keys, values = read_tokens(self._heap, layers, owned, positions)
         self._pending.append(
             PendingOffload(
                 state,
-                layer,
+                layers,
                 state.tokens,
                 AsyncHostCopy(keys),
                 AsyncHostCopy(values),
@@ -81,46 +99,61 @@ class OffloadQueue:
         if not keys.is_cuda:
             self.drain()
 
-    def drain(self, except_layer: int | None = None) -> None:
+    def drain(self, except_layers: range | None = None) -> None:
         """Store the tokens whose copies are pending, and start to index them.
 
         Args:
-            except_layer: leave the copies of this layer pending.
+            except_layers: leave the copies of these layers pending.
         """
-        for each in self._pending:
-            if each.layer == except_layer:
-                continue
-            keys, values = each.keys.wait(), each.values.wait()
-            self._make_room(each.state, each.layer, each.first + keys.shape[1])
-            pages = each.state.pages[each.layer]
-            self._tier.write(pages, each.first, keys, values)
-            if self._device is not None and each.device_keys is not None:
-                self._device.append(
-                    each.state, each.layer, each.first, each.device_keys
-                )
-            layer = each.state.layers.get(each.layer)
-            if layer is None:
-                continue
-            tokens = range(layer.tokens, each.first + keys.shape[1])
-            read: Callable[[], torch.Tensor] = partial(_same, keys)
-            on_host = self._tier.converts or each.keys.event is not None
-            if on_host or layer.tokens < each.first:
-                # The index has the keys of the host tier, also if they are quantized.
-                # They are read later, to free pinned memory. An index without earlier
-                # tokens gets them all at once, as if nobody had taken it back.
-                read = partial(self._tier.read_keys, pages, tokens)
-            self._indexer.insert(layer, tokens, read)
-        self._pending = [each for each in self._pending if each.layer == except_layer]
+        pending, self._pending = self._pending, []
+        for each in pending:
+            if each.layers == except_layers:
+                self._pending.append(each)
+            else:
+                self._store(each)
 
-    def _make_room(self, state: Offloaded, layer: int, tokens: int) -> None:
-        """Allocate host pages until the layer's pages hold this many tokens."""
-        have, size = state.pages[layer], self._tier.page_tokens
-        more = -(-tokens // size) - have.shape[1]
+    def _store(self, each: PendingOffload) -> None:
+        state, keys = each.state, each.keys.wait()
+        stop = each.first + keys.shape[1]
+        self._make_room(state, stop)
+        self._tier.write(
+            state.tables(each.layers), each.first, keys, each.values.wait()
+        )
+        by_layer = keys.unflatten(0, (len(each.layers), -1))
+        for layer, own in zip(each.layers, by_layer, strict=True):
+            if layer in state.layers:
+                self._index(each, layer, own)
+        if self._device is not None and each.device_keys is not None:
+            by_layer = each.device_keys.unflatten(0, (len(each.layers), -1))
+            for layer, own in zip(each.layers, by_layer, strict=True):
+                self._device.append(state, layer, each.first, own)
+
+    def _index(self, each: PendingOffload, layer: int, keys: torch.Tensor) -> None:
+        """Start to index the stored tokens of one layer.
+
+        Args:
+            keys: [num_kv_heads, n, head_dim].
+        """
+        indexed = each.state.layers[layer]
+        tokens = range(indexed.tokens, each.first + keys.shape[1])
+        read: Callable[[], torch.Tensor] = partial(_same, keys)
+        on_host = self._tier.converts or each.keys.event is not None
+        if on_host or indexed.tokens < each.first:
+            # The index has the keys of the host tier, also if they are quantized.
+            # They are read later, to free pinned memory. An index without earlier
+            # tokens gets them all at once, as if nobody had taken it back.
+            read = partial(self._tier.read_keys, each.state.table(layer), tokens)
+        self._indexer.insert(indexed, tokens, read)
+
+    def _make_room(self, state: Offloaded, tokens: int) -> None:
+        """Allocate host pages until those of all layers hold this many tokens."""
+        layers, heads, have = state.pages.shape
+        more = -(-tokens // self._tier.page_tokens) - have
         if more <= 0:
             return
-        fresh = self._tier.take(more * len(have)).view(len(have), more)
-        pages = state.pages[layer] = torch.cat([have, fresh], 1)
-        self._hot_slots[layer].set_pages(state.slot_index, pages)
+        fresh = self._tier.take(layers * heads * more).view(layers, heads, more)
+        state.pages = torch.cat([state.pages, fresh], 2)
+        self._hot_slots.set_pages(state.slot_index, state.pages)
 
 
 def _same(keys: torch.Tensor) -> torch.Tensor:
@@ -128,28 +161,29 @@ def _same(keys: torch.Tensor) -> torch.Tensor:
 
 
 def read_tokens(
-    heap: Heap, layer: int, owned: PageList, start: int, stop: int
+    heap: Heap, layers: range, owned: PageList, positions: range
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one layer of a request, in order of position.
+    """Keys and values of some layers of a request, in order of position.
 
     Args:
         owned: the request's pages.
-        start, stop: positions; the cache must hold all of them.
+        positions: of the tokens; the cache must hold all of them.
 
     Returns:
-        Two [num_kv_heads, stop - start, head_dim].
+        Two [layers * num_kv_heads, tokens, head_dim].
     """
     heads, size = heap.num_kv_heads, heap.layout.block_size
-    rows = slice(layer * heads, (layer + 1) * heads)
-    positions = owned.positions[rows]
-    place = torch.arange(positions.shape[1], device=positions.device)
+    rows = slice(layers.start * heads, layers.stop * heads)
+    held = owned.positions[rows]
+    place = torch.arange(held.shape[1], device=held.device)
     used = place < owned.owned[rows, None] * size
-    row, place = ((positions >= start) & (positions < stop) & used).nonzero(
+    row, place = ((held >= positions.start) & (held < positions.stop) & used).nonzero(
         as_tuple=True
     )
-    assert row.numel() == heads * (stop - start), "tokens to offload are missing"
-    place = place.view(heads, -1)
-    place = place.gather(1, positions.gather(1, place).argsort(1))
+    shape = len(held), len(positions)
+    assert row.numel() == len(held) * len(positions), "tokens to offload are missing"
+    place = place.view(shape)
+    place = place.gather(1, held.gather(1, place).argsort(1))
     page = owned.pages[rows].gather(1, place // size)
     keys, values = ops.gather_tokens(heap.kv, page.flatten(), (place % size).flatten())
-    return keys.view(heads, stop - start, -1), values.view(heads, stop - start, -1)
+    return keys.view(*shape, -1), values.view(*shape, -1)

@@ -18,9 +18,10 @@ class Offloaded:
     """A request that has tokens in the host tier.
 
     Attributes:
-        slot_index: its row in the hot slots of every layer.
+        slot_index: its row in the hot slots.
+        first_layer: the first layer that offloads; all later ones do.
+        pages: int64 [layers, num_kv_heads, n], its pages of the host tier.
         tokens: number of tokens on the host; the same in all layers.
-        pages: int64 [num_kv_heads, n] per layer, its pages of the host tier.
         layers: its index per layer that selects; empty if the device selects.
         spaces: the space of its codes per layer that selects, if the device selects.
         hot: hot slots per KV head, per layer; empty before the first compaction.
@@ -28,12 +29,22 @@ class Offloaded:
     """
 
     slot_index: int
+    first_layer: int
+    pages: torch.Tensor
     tokens: int = 0
-    pages: dict[int, torch.Tensor] = field(default_factory=dict)
     layers: dict[int, OffloadedLayer] = field(default_factory=dict)
     spaces: dict[int, CodeSpace] = field(default_factory=dict)
     hot: dict[int, int] = field(default_factory=dict)
     prefetched: bool = False
+
+    def table(self, layer: int) -> torch.Tensor:
+        """int64 [num_kv_heads, n], its host pages of a layer."""
+        return self.pages[layer - self.first_layer]
+
+    def tables(self, layers: range) -> torch.Tensor:
+        """int64 [layers * num_kv_heads, n], its host pages of some layers."""
+        first, stop = layers.start - self.first_layer, layers.stop - self.first_layer
+        return self.pages[first:stop].flatten(0, 1)
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,6 @@ import torch
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.requests import Row
 from vllm_kvplugins.engine.retrieval.host_tier import HostTier
-from vllm_kvplugins.engine.retrieval.hot_slots import HotSlots
 from vllm_kvplugins.engine.retrieval.offloaded import Offloaded
 from vllm_kvplugins.ops import dispatch as ops
 from vllm_kvplugins.ops.device import moved
@@ -75,7 +74,7 @@ class PromptRow:
         keys, values = (rows.to(queries.dtype) for rows in resident)
         new, heads = self.row.new_tokens, len(keys)
         attention = TiledAttention(queries, heads, scale, sinks)
-        table, tokens = self.state.pages[layer], self.state.tokens
+        table, tokens = self.state.table(layer), self.state.tokens
         for first in range(0, tokens, _TILE_TOKENS):
             tile = range(first, min(first + _TILE_TOKENS, tokens))
             attention.add(
@@ -107,8 +106,7 @@ def resident_tokens(
     kv: PagedKV,
     pages: torch.Tensor,
     length: int,
-    hot_slots: HotSlots,
-    slot_index: int,
+    hot_places: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a request's resident tokens, without those in hot slots.
 
@@ -116,15 +114,15 @@ def resident_tokens(
         kv: pages of one layer, or of all.
         pages: int32 [num_kv_heads, max pages], ids of the request's pages in ``kv``.
         length: number of tokens in these pages, per KV head.
+        hot_places: int64 [num_kv_heads, count], on the host; see ``HotSlots.place``.
 
     Returns:
         Two [num_kv_heads, n, head_dim], in the order of the pages: the newest tokens
         come last. Fp8 elements are float32, without their scale.
     """
     heads, size = len(pages), kv.layout.block_size
-    hot = int(hot_slots.counts[slot_index])
     stays = torch.ones(heads, length, dtype=torch.bool)
-    stays.scatter_(1, hot_slots.place[slot_index, :, :hot], False)
+    stays.scatter_(1, hot_places, False)
     place = stays.nonzero()[:, 1].view(heads, -1).to(pages.device)
     page = pages.long().gather(1, place // size)
     keys, values = ops.gather_tokens(kv, page.flatten(), (place % size).flatten())
