@@ -34,6 +34,7 @@ from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.nth_tokens import NthTokens, rounds_of
 from vllm_kvplugins.engine.recorded_run import Fetch
 from vllm_kvplugins.engine.requests import DueCompaction, PageList, Row
+from vllm_kvplugins.engine.retrieval.detached import DetachedStates
 from vllm_kvplugins.engine.retrieval.device_selector import DeviceSelector
 from vllm_kvplugins.engine.retrieval.host_tier import tier_for
 from vllm_kvplugins.engine.retrieval.hot_slots import HotSlots
@@ -50,7 +51,6 @@ from vllm_kvplugins.engine.retrieval.prompt_rows import (
     resident_tokens,
 )
 from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
-from vllm_kvplugins.index.device_codes import FIT_KEYS
 from vllm_kvplugins.ops.device import AsyncHostCopy, SideStream, moved
 from vllm_kvplugins.ops.hot_set import fill_hot
 from vllm_kvplugins.ops.layout import PagedKV
@@ -99,8 +99,7 @@ class RetrievalController(StepExtension):
             heap, self.tier, self._hot_slots, self._indexer, self._device
         )
         self._requests: dict[str, Offloaded] = {}
-        # States of ended requests, for the requests that continue their sessions.
-        self._detached: list[Offloaded] = []
+        self._detached = DetachedStates(heap, self.tier, self._indexer, self._device)
         self._free_slot_indices: list[int] = []
         self._batches: list[Batch] = []
         # Rows with drafts: their first tokens, their second tokens, and so on.
@@ -181,11 +180,12 @@ class RetrievalController(StepExtension):
     def _new_state(self) -> Offloaded:
         """State of a request without tokens on the host."""
         layers, heads = self._hot_slots.layers, self._heap.num_kv_heads
+        head_dim = self._heap.layout.head_dim
         no_pages = torch.empty(len(layers), heads, 0, dtype=torch.int64)
         state = Offloaded(self._take_slot_index(), layers.start, no_pages)
         if self._device is None:
             for layer in filter(self._policy.selects, layers):
-                state.layers[layer] = self._indexer.new_layer(*self._shape_of_keys)
+                state.layers[layer] = self._indexer.new_layer(heads, head_dim)
         return state
 
     def after_compaction(
@@ -239,6 +239,12 @@ class RetrievalController(StepExtension):
         ).to(rows.dtype)
         if here is not positions:
             positions.copy_(moved(here, positions.device))
+
+    @property
+    def _rows(self) -> slice:
+        """Rows of the layers that offload, among all (layer, KV head) pairs."""
+        layers, heads = self._hot_slots.layers, self._heap.num_kv_heads
+        return slice(layers.start * heads, layers.stop * heads)
 
     # -- steps --------------------------------------------------------------------
 
@@ -551,7 +557,7 @@ class RetrievalController(StepExtension):
         self._free_slot_indices.append(state.slot_index)
         self._batches, self._draft_rounds, self._prompt_rows = [], [], []
         self._attends_all_rows = False
-        self._detached.append(state)
+        self._detached.add(state)
         return state
 
     def held_positions(self, state: Offloaded, layer: int) -> range:
@@ -573,11 +579,6 @@ class RetrievalController(StepExtension):
     ) -> Offloaded:
         """The detached state of a request that continues a session.
 
-        Host pages are shared. Without a move, the last page is copied, because the
-        request writes to it. The request takes the indices of the session if it goes on
-        with half of its tokens or more; the other side builds new ones when it needs
-        them.
-
         Args:
             state: of the session; freed if it moves.
             compaction: the last one of the request. If it is earlier than that of the
@@ -589,65 +590,7 @@ class RetrievalController(StepExtension):
         self._wait_for_pending()
         before_tail = compaction.retained.stop * self._heap.layout.block_size
         tokens = len(self._policy.offloaded(compaction.at_tokens, before_tail))
-        tokens = min(tokens, state.tokens)
-        if moves and tokens == state.tokens:
-            return state
-        pages = self._continued_pages(state, tokens, moves)
-        new = Offloaded(-1, state.first_layer, pages, tokens)
-        takes = moves or 2 * tokens >= state.tokens
-        for layer, own in state.layers.items():
-            fresh = self._indexer.new_layer(*self._shape_of_keys)
-            if takes and self._indexer.keep_first(own, tokens):
-                new.layers[layer], state.layers[layer] = own, fresh
-            else:
-                new.layers[layer] = fresh
-        if self._device is not None:
-            self._device.continue_from(state, new, self._first_own(tokens, moves))
-        self._detached.append(new)
-        if moves:
-            self.discard(state)
-        return new
-
-    @property
-    def _rows(self) -> slice:
-        """Rows of the layers that offload, among all (layer, KV head) pairs."""
-        layers, heads = self._hot_slots.layers, self._heap.num_kv_heads
-        return slice(layers.start * heads, layers.stop * heads)
-
-    @property
-    def _shape_of_keys(self) -> tuple[int, int]:
-        return self._heap.num_kv_heads, self._heap.layout.head_dim
-
-    def _first_own(self, tokens: int, moves: bool) -> int:
-        """First token of a continued session in pages that the session does not use.
-
-        Args:
-            tokens: on the host, of the request.
-        """
-        if self._device is not None and tokens < FIT_KEYS:
-            return 0  # the request measures its own space of codes
-        return tokens if moves else tokens - tokens % self.tier.page_tokens
-
-    def _continued_pages(
-        self, state: Offloaded, tokens: int, moves: bool
-    ) -> torch.Tensor:
-        """The pages of a request that continues a session: see ``Offloaded.pages``.
-
-        Raises:
-            RuntimeError: the host tier has too few free pages; none was allocated.
-        """
-        size = self.tier.page_tokens
-        num_pages = -(-tokens // size)
-        num_shared = -(-self._first_own(tokens, moves) // size)
-        missing = num_pages - num_shared
-        layers, heads = state.pages.shape[:2]
-        fresh = self.tier.take(missing * heads * layers).view(layers, heads, missing)
-        shared = state.pages[:, :, :num_shared]
-        self.tier.share(shared.flatten())
-        for own, new in zip(state.pages, fresh, strict=True):
-            source = own[:, num_shared:num_pages]
-            self.tier.copy_pages(source.flatten(), new.flatten())
-        return torch.cat([shared, fresh], 2)
+        return self._detached.continued(state, min(tokens, state.tokens), moves)
 
     def attach(self, request_id: str, state: Offloaded) -> None:
         """Give the host tokens of a session to the request that continues it."""
@@ -660,8 +603,7 @@ class RetrievalController(StepExtension):
 
     def discard(self, state: Offloaded) -> None:
         """Free detached host tokens that no request will attach."""
-        self._detached.remove(state)
-        self.tier.release(state.pages.flatten())
+        self._detached.discard(state)
 
     def close(self) -> None:
         """Release the host memory. No request may own any of it."""
