@@ -37,7 +37,7 @@ class _Child:
         from vllm_kvplugins.plugin import register
 
         register()  # vLLM calls it by itself only if the package is installed
-        self.compression_cpu = 0.0
+        self.compression_cpu, self.compactions = 0.0, 0
         self._time_compactions()
         self.decomposed: list[float] = []
         self._time_decompositions()
@@ -181,24 +181,28 @@ class _Child:
         return sum(recorded)
 
     def _time_compactions(self) -> None:
-        """Record CPU seconds of compactions; the plugin's metric has wall time only."""
+        """Count compactions, and record their CPU seconds; the plugin's metric has wall
+        time only."""
         from vllm_kvplugins.engine.runtime import PolicyRuntime
 
         end_step = PolicyRuntime.end_step
 
         def timed(runtime: PolicyRuntime) -> None:
             began = _cpu_seconds()
+            self.compactions += len(runtime._due)
             end_step(runtime)
             self.compression_cpu += _cpu_seconds() - began
 
         PolicyRuntime.end_step = timed
 
     def _step(self) -> list[float]:
-        wall, cpu = time.perf_counter(), _cpu_seconds()
+        """Wall and CPU milliseconds of a step, and its number of compactions."""
+        wall, cpu, before = time.perf_counter(), _cpu_seconds(), self.compactions
         self.llm.llm_engine.step()
         return [
             1e3 * (time.perf_counter() - wall),
             1e3 * (_cpu_seconds() - cpu),
+            self.compactions - before,
         ]
 
     def _pool(self) -> dict[str, int]:

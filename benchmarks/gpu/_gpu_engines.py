@@ -263,11 +263,11 @@ def _decoded(lengths: list[int], each: EngineProcess) -> Iterator[Row]:
         prompt = synthetic_prompt(40000, tokens, tokens)
         before = each.ask("drain")["compression_s"]
         each.ask("add", prompts=[prompt], max_tokens=80)
-        prefill = sum(wall for wall, _ in each.ask("prefill")["steps"])
+        prefill = sum(wall for wall, *_ in each.ask("prefill")["steps"])
         each.ask("steps", count=8)
         steps = each.ask("steps", count=48)
         compressed = each.ask("drain")["compression_s"] - before
-        walls = [wall for wall, _ in steps["steps"]]
+        walls = [wall for wall, *_ in steps["steps"]]
         yield used | {
             "prompt_tokens": tokens,
             "prefill_ms": round(prefill),

@@ -1,8 +1,9 @@
 """Decode step: a policy against stock vLLM, interleaved in one run.
 
 Both engines hold the same prompts and alternate after a few decode steps. Reports the
-median and spread of wall and CPU time per step, their ratio per turn, and the lower
-bound of a step: weights plus KV bytes that it reads.
+median and spread of wall and CPU time per step, their ratio per turn, means over all
+steps, what a compaction adds to a step, and the lower bound of a step: weights plus KV
+bytes that it reads.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def report(console, engines, turns, pools, parts, model, json_out) -> None:  # t
             f"stock / {engines[1].name}, {kind}: median "
             f"{statistics.median(values):.2f} ({values[0]:.2f}..{values[-1]:.2f})"
         )
+    report_all_steps(console, engines, turns)
     split = Table("engine", *parts[-1], title="ms per step, by profiler")
     for each, spent in zip(engines, parts, strict=True):
         split.add_row(each.name, *(f"{spent.get(part, 0.0):.1f}" for part in parts[-1]))
@@ -109,6 +111,30 @@ def report(console, engines, turns, pools, parts, model, json_out) -> None:  # t
     console.print_json(data={k: record[k] for k in provenance()})
     if json_out:
         json_out.write_text(json.dumps(record, indent=1))
+
+
+def report_all_steps(console, engines, turns) -> None:  # type: ignore[no-untyped-def]
+    """Print means over all steps, and what compactions add; medians hide both."""
+    means = []
+    for each, engine_turns in zip(engines, turns, strict=True):
+        steps = [step for turn in engine_turns for step in turn]
+        wall, cpu = (statistics.mean(step[k] for step in steps) for k in (0, 1))
+        means.append((wall, cpu))
+        console.print(f"{each.name}, all steps: mean wall {wall:.1f}, CPU {cpu:.1f} ms")
+        compacting = [step[0] for step in steps if step[2]]
+        if compacting:
+            others = statistics.median(step[0] for step in steps if not step[2])
+            added = sorted(wall - others for wall in compacting)
+            console.print(
+                f"{each.name}: {len(added)} of {len(steps)} steps compact and take "
+                f"{statistics.median(added):.1f} ms ({added[0]:.1f}..{added[-1]:.1f}) "
+                "more than the median of the others"
+            )
+    (wall, cpu), (own_wall, own_cpu) = means
+    console.print(
+        f"stock / {engines[1].name}, means: wall {wall / own_wall:.2f}, "
+        f"CPU {cpu / own_cpu:.2f}"
+    )
 
 
 if __name__ == "__main__":
