@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -45,6 +45,14 @@ class PageAllocator(BaseModel, ABC):
             The allocator, and a line for the log about the chosen values.
         """
         return self, None
+
+    def facts(self) -> dict[str, Any]:
+        """What the distribution depends on besides the name and the scores.
+
+        Engines with other facts do not continue each other's sessions. Files count by
+        their content. Options at their default are left out.
+        """
+        return self.model_dump(mode="json", exclude_defaults=True)
 
     @abstractmethod
     def allocate(

@@ -80,6 +80,14 @@ class Sensitivity(PageAllocator):
     def model_post_init(self, context: Any) -> None:
         _ = self.measured  # read the file now, to refuse a bad one at start-up
 
+    def facts(self) -> dict[str, Any]:
+        options = self.model_dump(
+            mode="json", exclude={"profile"}, exclude_defaults=True
+        )
+        if self.measured is None:
+            return options
+        return options | {"sensitivity": self.measured.sensitivity}
+
     def problems(self, num_layers: int, num_kv_heads: int) -> list[str]:
         if self.measured is None or len(self.measured.sensitivity) == num_layers:
             return []
