@@ -13,7 +13,9 @@ import argparse
 import ctypes
 import fcntl
 import json
+import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -145,7 +147,8 @@ def start(files: JobFiles, command: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start a measurement that ends with this process.
 
     The kernel ends it when the calling *thread* ends, so call this from a thread that
-    lives as long as the server.
+    lives as long as the server. It also ends with the process that started this one
+    with ``multiprocessing``: an engine can outlive a front end that was killed.
 
     Args:
         command: writes ``files.profile``.
@@ -154,6 +157,9 @@ def start(files: JobFiles, command: Sequence[str]) -> subprocess.Popen[bytes]:
         The process, whose exit status is one of this module's.
     """
     program = [sys.executable, "-m", __name__, "--parent", str(os.getpid())]
+    front_end = multiprocessing.parent_process()
+    if front_end is not None:
+        program += ["--front-end", str(front_end.pid)]
     return subprocess.Popen(
         [*program, str(files.profile), *command],
         stdin=subprocess.DEVNULL,
@@ -176,6 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command that measures a model, and remember why it failed."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--front-end", type=int)
     parser.add_argument("profile", type=Path)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     chosen = parser.parse_args(arguments)
@@ -188,7 +195,9 @@ def main(arguments: list[str] | None = None) -> int:
         Path("/proc/self/oom_score_adj").write_text(_FIRST_VICTIM)
     files = JobFiles(chosen.profile)
     with _locked(files) as acquired:
-        return _measure(files, chosen.command) if acquired else BUSY
+        if not acquired:
+            return BUSY
+        return _measure(files, chosen.command, chosen.front_end or chosen.parent)
 
 
 def end_with(parent: int) -> None:
@@ -202,17 +211,20 @@ def end_with(parent: int) -> None:
         os._exit(STOPPED)
 
 
-def _measure(files: JobFiles, command: list[str]) -> int:
+def _measure(files: JobFiles, command: list[str], server: int) -> int:
     own, before = os.getpid(), _version(files.profile)
     with files.log.open("wb") as log:
-        status = subprocess.run(
+        process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            check=False,
             preexec_fn=lambda: end_with(own),  # this process has one thread
-        ).returncode
+        )
+    if not _outlived_by(server, process):
+        stop(process)
+        return STOPPED
+    status = process.wait()
     if -status in _STOP_SIGNALS:
         return STOPPED
     if status == 0 and _version(files.profile) != before:
@@ -220,6 +232,19 @@ def _measure(files: JobFiles, command: list[str]) -> int:
         return DONE
     remember_failure(files, _reason(status, files.log))
     return FAILED
+
+
+def _outlived_by(server: int, process: subprocess.Popen[bytes]) -> bool:
+    """Wait until one of two processes ends; whether the server still runs then."""
+    try:
+        ends = [os.pidfd_open(server), os.pidfd_open(process.pid)]
+    except ProcessLookupError:  # the child has not been waited for, so it exists
+        return False
+    waiting = select.poll()
+    for end in ends:
+        waiting.register(end, select.POLLIN)
+    ended = [descriptor for descriptor, _ in waiting.poll()]
+    return ends[0] not in ended
 
 
 def _version(path: Path) -> tuple[int, int] | None:

@@ -208,6 +208,51 @@ def test_it_ends_with_the_server(files, tmp_path, way):
     assert not calibration_job.is_running(files)
 
 
+ENGINE = """
+import multiprocessing, os, sys, time
+from pathlib import Path
+from vllm_kvplugins.calibration_job import JobFiles, start
+
+def engine():
+    job = start(JobFiles(Path(sys.argv[1])), [sys.executable, "-c", sys.argv[2]])
+    time.sleep(600)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("fork").Process(target=engine)
+    process.start()
+    Path(sys.argv[3]).write_text(str(process.pid))
+    time.sleep(600)
+"""
+
+
+def test_it_ends_with_the_front_end_of_an_engine_that_lives_on(files, tmp_path):
+    notes, engine = tmp_path / "pids", tmp_path / "engine"
+    arguments = [str(files.profile), sleeping(notes), str(engine)]
+    front_end = subprocess.Popen(
+        [*python(ENGINE), *arguments], stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        command, program = pids(notes)
+    finally:
+        front_end.kill()
+        front_end.wait()
+    until(lambda: not lives(program) and not lives(command))
+    assert lives(int(engine.read_text()))
+    os.kill(int(engine.read_text()), signal.SIGKILL)
+    assert not files.failure.exists()
+
+
+def test_it_ends_at_once_if_the_front_end_has_ended(files):
+    gone = subprocess.Popen(python("pass"))
+    gone.wait()
+    command = ["-m", "vllm_kvplugins.calibration_job", "--parent", str(os.getpid())]
+    command += ["--front-end", str(gone.pid), str(files.profile)]
+    command += python("import time; time.sleep(600)")
+    done = subprocess.run([sys.executable, *command], timeout=PATIENCE_S, check=False)
+    assert done.returncode == calibration_job.STOPPED
+    assert not files.failure.exists()
+
+
 def test_it_ends_at_once_if_the_server_has_ended(files):
     """Between the start of the process and its request to end with the server."""
     gone = subprocess.Popen(python("pass"))
