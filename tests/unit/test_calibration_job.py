@@ -233,12 +233,13 @@ def test_it_ends_with_the_front_end_of_an_engine_that_lives_on(files, tmp_path):
     )
     try:
         command, program = pids(notes)
-    finally:
         front_end.kill()
         front_end.wait()
-    until(lambda: not lives(program) and not lives(command))
-    assert lives(int(engine.read_text()))
-    os.kill(int(engine.read_text()), signal.SIGKILL)
+        until(lambda: not lives(program) and not lives(command))
+        assert lives(int(engine.read_text()))
+    finally:
+        os.killpg(front_end.pid, signal.SIGKILL)  # the engine is in its group
+        front_end.wait()
     assert not files.failure.exists()
 
 
