@@ -68,6 +68,11 @@ def default_dir(source: Source = SMOLLM2) -> Path:
     return Path(cache).expanduser() / "vllm_kvplugins" / source.name
 
 
+def cache_dir() -> Path:
+    """The folder with the default model, in which the package keeps other files too."""
+    return default_dir().parent
+
+
 def is_complete(folder: Path, source: Source = SMOLLM2) -> bool:
     """Whether `folder` contains every file that its marker lists.
 

@@ -87,6 +87,10 @@ CODES: dict[str, str] = {
     "KVP114": "a sensitivity profile cannot be read or is not valid",
     "KVP115": "a file with page weights cannot be read or is not valid",
     "KVP116": "a setting or a file of the policy does not fit the model",
+    "KVP117": "a cached sensitivity profile is damaged or belongs to another model; "
+    "logged",
+    "KVP118": "the layers of the model are not measured in the background; logged",
+    "KVP119": "the environment variable KVP_CALIBRATE has an unknown value",
     "KVP130": "check-policy: the policy does not drop tokens by a score",
     "KVP131": "check-policy: the policy runs probes, which need a model",
     "KVP132": "check-policy: `score` or `observe` raised an exception",

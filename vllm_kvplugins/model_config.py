@@ -7,6 +7,7 @@ neither vLLM nor torch.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -212,6 +213,10 @@ class ModelFingerprint(BaseModel):
     hidden_size: int | None
     vocab_size: int | None
     rope: dict[str, Any] | None
+
+    def __hash__(self) -> int:
+        # Without rope, which is a dict. vLLM hashes policies, with their profiles.
+        return hash((self.architecture, self.num_layers, self.hidden_size))
 
     def differences(self, other: ModelFingerprint) -> list[str]:
         """Fields that differ; fields that one of the two lacks are ignored."""
@@ -438,14 +443,47 @@ def weights_bytes(model: str) -> int | None:
     Returns:
         None if they are not on this machine.
     """
+    files = _weight_files(model)
+    return sum(path.stat().st_size for path in files) if files else None
+
+
+def float32_bytes(model: str) -> int | None:
+    """Bytes that a model's weights take in float32.
+
+    Args:
+        model: as for ``read_model_config``; its weights are not quantized.
+
+    Returns:
+        None if they are not on this machine. Files other than safetensors count as
+        if they had 16-bit weights.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is damaged.
+    """
+    files = _weight_files(model)
+    return 4 * sum(map(_num_weights, files)) if files else None
+
+
+def _weight_files(model: str) -> list[Path]:
+    """Files with weights; empty if they are not on this machine."""
     try:
         folder = _config_path(model).parent
     except KVPolicyError:
-        return None
+        return []
     for pattern in ("model*.safetensors", "*.safetensors", "*.bin"):
         if files := list(folder.glob(pattern)):
-            return sum(path.stat().st_size for path in files)
-    return None
+            return files
+    return []
+
+
+def _num_weights(path: Path) -> int:
+    if path.suffix != ".safetensors":
+        return path.stat().st_size // 2
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    tensors = (entry for name, entry in header.items() if name != "__metadata__")
+    return sum(math.prod(entry["shape"]) for entry in tensors)
 
 
 def _config_path(model: str) -> Path:

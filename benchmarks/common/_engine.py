@@ -72,6 +72,7 @@ class EngineProcess:
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
             HF_HUB_OFFLINE="1",
             VLLM_NO_USAGE_STATS="1",
+            KVP_CALIBRATE="0",  # nothing else runs while it measures
         )
         self.process = subprocess.Popen(
             [sys.executable, str(_CHILD)],

@@ -38,6 +38,8 @@ _PATIENCE = 6 if INTERPRETED else 1
 # engine.
 # Imports may read all others.
 _READ_LATE = {
+    "KVP_CALIBRATE",
+    "KVP_MODEL_DIR",
     "KVP_OPS",
     "KVP_TEST_ASYNC",
     "KVP_TEST_OPERATIONS",

@@ -6,6 +6,7 @@ layers hold what the model's layers hold.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 from fake_engine import HEAD_DIM, KV_HEADS, LAYERS, Request, fp8_elements
 from fake_sessions import SessionEngine
+from profiles import write_made
 from test_flowkv import contents, flow
 from test_sessions_runtime import (
     BLOCK,
@@ -310,7 +312,11 @@ def model_config(folder: Path, **config: Any) -> SimpleNamespace:
 
 
 def fingerprint(
-    folder: Path, drafter: Any, method: str = "draft_model", of_replicas: bool = False
+    folder: Path,
+    drafter: Any,
+    method: str = "draft_model",
+    of_replicas: bool = False,
+    **settings: Any,
 ) -> str:
     """Of a server with this drafter, given as vLLM's configuration of its model."""
     pytest.importorskip("vllm", reason="a part of the adapter")
@@ -326,7 +332,7 @@ def fingerprint(
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=BLOCK),
         speculative_config=speculative,
     )
-    settings = {"name": "flowkv"}
+    settings = {"name": "flowkv"} | settings
     return session_config._identity(config, settings, of_replicas).fingerprint
 
 
@@ -361,6 +367,32 @@ def test_replicas_find_files_wherever_their_models_lie(tmp_path):
         found.append(fingerprint(tmp_path / place, drafter, of_replicas=True))
     assert found[0] == found[1]
     assert fingerprint(tmp_path / "here", None, of_replicas=True) != found[0]
+
+
+def test_other_layer_budgets_find_no_files(tmp_path):
+    """Options and contents count, the place of a file does not."""
+    profiles = [tmp_path / f"{name}.json" for name in ("one", "same", "other")]
+    for path, last in zip(profiles, (0.3, 0.3, 0.4), strict=True):
+        write_made(path, [0.1, last])
+    weights = [tmp_path / f"{name}.json" for name in ("light", "heavy")]
+    for path, weight in zip(weights, (1, 2), strict=True):
+        path.write_text(json.dumps({"layer_weights": [1, weight]}))
+
+    def of(name: str, **options: Any) -> str:
+        allocator = {"name": name, **options}
+        return fingerprint(tmp_path, None, name="snapkv", allocator=allocator)
+
+    one, same, other = (of("sensitivity", profile=str(path)) for path in profiles)
+    assert one == same
+    kinds = [one, other, of("sensitivity"), of("sensitivity", alpha=2.0)]
+    kinds += [of("sensitivity", profile=str(profiles[0]), floor=0.5)]
+    kinds += [of("file", path=str(path)) for path in weights]
+    assert len(set(kinds)) == len(kinds)
+
+
+def test_default_layer_budgets_keep_the_fingerprint(tmp_path):
+    named = fingerprint(tmp_path, None, name="epicache", allocator="head-adaptive")
+    assert named == fingerprint(tmp_path, None, name="epicache")
 
 
 def test_the_scheduler_learns_the_shape_of_the_draft_layers():

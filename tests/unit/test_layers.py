@@ -26,7 +26,7 @@ LAYERS = [
     "spans episodes index budgets choice",
     "ops model_memory",
     "scoring plan",
-    "model_config log_throttle default_model amounts",
+    "model_config log_throttle default_model amounts calibration_job",
     "other_layers recurrent_states",
     "errors",
 ]

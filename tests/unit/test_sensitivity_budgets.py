@@ -25,6 +25,13 @@ SEED = 20261122
 BLOCK = 8
 
 
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    """Profiles that this user has measured are not found."""
+    monkeypatch.delenv("KVP_MODEL_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 def make(tmp_path, sensitivity, **options):
     path = write_made(tmp_path / "p.json", sensitivity)
     return parse_allocator({"name": "sensitivity", "profile": path, **options})
@@ -268,7 +275,7 @@ def test_without_a_shipped_profile_the_log_says_uniform(caplog):
     with caplog.at_level(logging.INFO, "vllm.kv_policy"):
         assert settle(request) == request
     (record,) = caplog.records
-    assert "no sensitivity profile is shipped" in record.message
+    assert "no sensitivity profile of this model is shipped" in record.message
     assert "all layers get the same budget" in record.message
 
 

@@ -265,3 +265,51 @@ def test_models_that_no_policy_runs_on_are_refused(folder, tmp_path):
     done = calibrate(tmp_path, tmp_path / "p.json")
     assert done.exit_code == 1
     assert "cannot be calibrated" in done.stderr
+
+
+# -- into the cache ----------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.delenv("KVP_MODEL_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "vllm_kvplugins" / "sensitivity"
+
+
+def calibrate_into_cache(folder):
+    command = ["research", "calibrate", str(folder)]
+    options = ["--budget", "64", "--max-tokens", "200"]
+    return CliRunner().invoke(app, [*command, *options])
+
+
+def test_without_a_path_the_profile_is_where_servers_look(folder, cache):
+    from vllm_kvplugins.budgets.profile_cache import cached_profile
+    from vllm_kvplugins.model_config import read_model_config
+
+    done = calibrate_into_cache(folder)
+    assert done.exit_code == 0, done.output
+    found = cached_profile(read_model_config(str(folder), "float32").fingerprint())
+    assert found.profile is not None
+    assert found.profile.settings.budget == 64
+    assert list(cache.iterdir()) == [found.path]
+    assert f"wrote {found.path}" in done.stdout
+    assert "from their next start on" in done.stdout
+
+
+def test_a_shipped_profile_that_hides_the_new_one_is_said(folder, cache, monkeypatch):
+    from vllm_kvplugins.budgets import sensitivity_profile
+
+    shipped = sensitivity_profile.shipped_profiles()[0]
+    monkeypatch.setattr(sensitivity_profile, "shipped_profile", lambda model: shipped)
+    done = calibrate_into_cache(folder)
+    assert done.exit_code == 0, done.output
+    assert f"servers use the shipped {shipped.name} before it" in done.stdout
+
+
+def test_a_cache_that_cannot_be_written_is_said_before_the_run(folder, cache, tmp_path):
+    (tmp_path / "cache").write_text("a file in the place of the folder")
+    done = calibrate_into_cache(folder)
+    assert done.exit_code == 1
+    assert codes_in(done.stderr) == ("KVP602",)
+    assert "-o" in done.stderr

@@ -162,6 +162,9 @@ class FileWeights(PageAllocator):
             )
         return [coded("KVP116", problem) for problem in problems]
 
+    def facts(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
     def allocate(
         self,
         scores: torch.Tensor,

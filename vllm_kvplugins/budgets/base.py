@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -38,13 +38,36 @@ class PageAllocator(BaseModel, ABC):
         """
         return []
 
-    def resolve(self, model: LoadFingerprint) -> tuple[PageAllocator, str | None]:
+    def resolve(
+        self, model: LoadFingerprint, one_machine: bool = True
+    ) -> tuple[PageAllocator, list[str]]:
         """Complete settings whose defaults depend on the model.
 
+        Args:
+            one_machine: False if the engine runs on several nodes, each of which
+                resolves the settings and must find the same.
+
         Returns:
-            The allocator, and a line for the log about the chosen values.
+            The allocator, and lines for the log about the chosen values. A line with a
+            code is a warning.
         """
-        return self, None
+        return self, []
+
+    @property
+    def wants_calibration(self) -> bool:
+        """Whether the model should be measured in the background, for the next start.
+
+        Asked after ``resolve``.
+        """
+        return False
+
+    def facts(self) -> dict[str, Any]:
+        """What the distribution depends on besides the name and the scores.
+
+        Engines with other facts do not continue each other's sessions. Files count by
+        their content. Options at their default are left out.
+        """
+        return self.model_dump(mode="json", exclude_defaults=True)
 
     @abstractmethod
     def allocate(

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from vllm_kvplugins.budgets.allocators import HeadAdaptive
 from vllm_kvplugins.budgets.base import LoadFingerprint, PageAllocator
+from vllm_kvplugins.budgets.profile_cache import cached_profile
 from vllm_kvplugins.budgets.rounding import (
     in_proportion,
     required_pages,
@@ -22,10 +23,13 @@ from vllm_kvplugins.budgets.sensitivity_profile import (
     read_profile,
     shipped_profile,
 )
-from vllm_kvplugins.errors import coded
+from vllm_kvplugins.calibration_job import is_enabled
+from vllm_kvplugins.errors import KVPolicyError, coded
 
 # With this safeguard, the heads of a layer get equal shares.
 _EQUAL_HEADS = 1.0
+_NOT_SHIPPED = "no sensitivity profile of this model is shipped"
+_REMEDY = "make one with `kvplugins research calibrate MODEL`"
 
 
 class Sensitivity(PageAllocator):
@@ -48,10 +52,16 @@ class Sensitivity(PageAllocator):
     """
 
     name: ClassVar[str] = "sensitivity"
-    profile: Path | None = Field(
+    profile: Path | SensitivityProfile | None = Field(
         default=None,
-        description="JSON file of `kvplugins research calibrate`; null: the shipped "
-        "profile of this model, or equal layers without one.",
+        description="JSON file of `kvplugins research calibrate`, or its content; "
+        "null: the shipped profile of this model, else the one in the user's cache, "
+        "else equal layers.",
+    )
+    calibrate: bool = Field(
+        default=True,
+        description="Without any profile, measure the model in the background for the "
+        "next start. KVP_CALIBRATE=0 in the environment turns this off too.",
     )
     alpha: float = Field(
         default=1.1,
@@ -75,20 +85,42 @@ class Sensitivity(PageAllocator):
         Raises:
             KVPolicyError: the file cannot be read or is not a profile.
         """
-        return None if self.profile is None else read_profile(self.profile)
+        if isinstance(self.profile, Path):
+            return read_profile(self.profile)
+        return self.profile
 
     def model_post_init(self, context: Any) -> None:
         _ = self.measured  # read the file now, to refuse a bad one at start-up
 
+    @property
+    def _source(self) -> str:
+        """Where the profile is from, for messages."""
+        return str(self.profile) if isinstance(self.profile, Path) else "profile"
+
+    @property
+    def wants_calibration(self) -> bool:
+        return self.profile is None and self.calibrate and is_enabled()
+
+    def facts(self) -> dict[str, Any]:
+        options = self.model_dump(
+            mode="json", exclude={"profile", "calibrate"}, exclude_defaults=True
+        )
+        if self.measured is None:
+            return options
+        return options | {"sensitivity": self.measured.sensitivity}
+
     def problems(self, num_layers: int, num_kv_heads: int) -> list[str]:
+        try:
+            is_enabled()
+        except KVPolicyError as error:
+            return [str(error)]
         if self.measured is None or len(self.measured.sensitivity) == num_layers:
             return []
         return [
             coded(
                 "KVP116",
-                f"{self.profile} is a profile of {len(self.measured.sensitivity)} "
-                f"layers, the model has {num_layers}; make one with `kvplugins "
-                "research calibrate`",
+                f"{self._source} has {len(self.measured.sensitivity)} layers, the "
+                f"model has {num_layers}; make one with `kvplugins research calibrate`",
             )
         ]
 
@@ -101,24 +133,49 @@ class Sensitivity(PageAllocator):
         return [
             coded(
                 "KVP116",
-                f"{self.profile} is a profile of {self.measured.model}, another model "
+                f"{self._source} was measured on {self.measured.model}, another model "
                 f"than this one ({'; '.join(different)}); make one with `kvplugins "
                 "research calibrate`",
             )
         ]
 
-    def resolve(self, model: LoadFingerprint) -> tuple[PageAllocator, str | None]:
-        path = self.profile or shipped_profile(model())
-        if path is None:
-            return self, (
-                "no sensitivity profile is shipped for this model, so all layers get "
-                "the same budget; make one with `kvplugins research calibrate`"
-            )
-        # not model_copy, which would copy the cached profile too
-        resolved = Sensitivity.model_validate(self.model_dump() | {"profile": path})
-        return resolved, (
-            f"layer budgets follow the sensitivity of {read_profile(path).model} in "
-            f"{path}, alpha {self.alpha:g}"
+    def resolve(
+        self, model: LoadFingerprint, one_machine: bool = True
+    ) -> tuple[PageAllocator, list[str]]:
+        if self.measured is not None:
+            return self, [self._following(self._source)]
+        fingerprint = model()
+        path = shipped_profile(fingerprint)
+        if path is not None:
+            resolved = self._with_profile(path)
+            return resolved, [resolved._following(str(path))]
+        if not one_machine:
+            return self.model_copy(update={"calibrate": False}), [
+                f"{_NOT_SHIPPED}, so all layers get the same budget; caches of several "
+                "nodes may differ: give the same `profile` to all of them"
+            ]
+        found = cached_profile(fingerprint)
+        if found.profile is not None:
+            # Its content and not its path: all processes and nodes of the engine use
+            # the same values, even if the file changes.
+            resolved = self._with_profile(found.profile)
+            return resolved, [*found.problems, resolved._following(str(found.path))]
+        remedy = "" if self.wants_calibration else f"; {_REMEDY}"
+        return self, [
+            *found.problems,
+            f"{_NOT_SHIPPED} or in the user's cache, so all layers get the same "
+            f"budget{remedy}",
+        ]
+
+    def _with_profile(self, profile: Path | SensitivityProfile) -> Sensitivity:
+        # not model_copy, which would copy the cached content too
+        return Sensitivity.model_validate(self.model_dump() | {"profile": profile})
+
+    def _following(self, source: str) -> str:
+        assert self.measured is not None
+        return (
+            f"layer budgets follow the sensitivity of {self.measured.model} in "
+            f"{source}, alpha {self.alpha:g}"
         )
 
     def allocate(

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from vllm_kvplugins.calibration_job import replace_text
 from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.model_config import ModelFingerprint
 
@@ -98,13 +99,16 @@ def mean_sensitivity(documents: list[DocumentSensitivity]) -> tuple[float, ...]:
 
 
 def write_profile(profile: SensitivityProfile, path: Path) -> None:
-    """Write a file for ``read_profile``.
+    """Write a file for ``read_profile``. Readers see the old file or the new one.
 
     Raises:
         OSError: the file cannot be written.
     """
-    text = json.dumps(profile.model_dump(mode="json"), indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+    text = json.dumps(profile.model_dump(mode="json"), indent=1) + "\n"
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")  # a device or a pipe
+    else:
+        replace_text(path, text)
 
 
 def read_profile(path: Path) -> SensitivityProfile:

@@ -33,9 +33,14 @@ OWN_TEXT = "harrow-bend.txt"
 def calibrate(
     model: Model,
     out_path: Annotated[
-        Path,
-        typer.Option("--out", "-o", metavar="PROFILE.json", help="Where to write."),
-    ],
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="PROFILE.json",
+            help="Where to write; default: the user's cache, where servers find it.",
+        ),
+    ] = None,
     document: Annotated[
         list[Path] | None,
         typer.Option(
@@ -62,13 +67,39 @@ def calibrate(
 ) -> None:
     """Measure each layer's sensitivity for the allocator `sensitivity` (EpiCache)."""
     with user_errors():
-        check_targets(out_path)
+        _check_target(out_path)
         settings = _settings(budget, sinks, dtype)
         config = _checked_config(model, dtype)
         texts = _texts(document or [])
         profile = _measure(model, config, texts, settings, max_tokens)
-        _write(profile, out_path)
-    _print_summary(profile, out_path)
+        path = _write(profile, model, out_path)
+    _print_summary(profile, path)
+    if out_path is None:
+        _print_use(profile)
+
+
+def _check_target(path: Path | None) -> None:
+    """Check before a long run that the profile can be written; None: to the cache.
+
+    Raises:
+        KVPolicyError: it cannot.
+    """
+    if path is not None:
+        check_targets(path)
+        return
+    from vllm_kvplugins.budgets.profile_cache import cache_folder
+
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    check_targets(folder / "profile.json")
+
+
+def _unwritable(path: Path, error: OSError) -> KVPolicyError:
+    reason = f"cannot write {path}: {error.strerror}; choose another path with -o"
+    return KVPolicyError(coded("KVP602", reason))
 
 
 def _settings(budget: int, sinks: int, dtype: str) -> MeasureSettings:
@@ -87,12 +118,7 @@ def _checked_config(model: str, dtype: str) -> ConfigOnlyModel:
     from vllm_kvplugins.vllm_adapter.config import validation
 
     config = read_model_config(model, dtype)
-    reasons = [
-        *validation.model_problems(config),
-        *validation.training_problems(config),
-        *config.layer_problems(),
-    ]
-    refuse(f"{model} cannot be calibrated", reasons)
+    refuse(f"{model} cannot be calibrated", validation.calibration_problems(config))
     return config
 
 
@@ -126,6 +152,7 @@ def _measure(
     max_tokens: int,
 ) -> SensitivityProfile:
     from vllm_kvplugins import __version__
+    from vllm_kvplugins.budgets.profile_cache import model_name
     from vllm_kvplugins.budgets.sensitivity_profile import (
         SensitivityProfile,
         mean_sensitivity,
@@ -145,7 +172,7 @@ def _measure(
         ]
     return SensitivityProfile(
         plugin=__version__,
-        model=Path(model).name,
+        model=model_name(model),
         fingerprint=fingerprint,
         settings=settings,
         documents=tuple(documents),
@@ -217,17 +244,33 @@ def _progress(steps: int) -> Iterator[Any]:
         yield step
 
 
-def _write(profile: SensitivityProfile, path: Path) -> None:
+def _write(profile: SensitivityProfile, model: str, path: Path | None) -> Path:
+    """Write the profile, by default into the cache; return where."""
+    from vllm_kvplugins.budgets.profile_cache import cache_folder, store
     from vllm_kvplugins.budgets.sensitivity_profile import write_profile
 
     try:
+        if path is None:
+            return store(profile, model)
         write_profile(profile, path)
     except OSError as error:
-        raise KVPolicyError(
-            coded(
-                "KVP602", f"cannot write {path}: {error.strerror}; choose another path"
-            )
-        ) from error
+        raise _unwritable(path or cache_folder(), error) from error
+    return path
+
+
+def _print_use(profile: SensitivityProfile) -> None:
+    """Say which servers use a profile in the cache."""
+    from vllm_kvplugins.budgets.sensitivity_profile import shipped_profile
+
+    shipped = shipped_profile(profile.fingerprint)
+    if shipped is None:
+        use = 'servers with "allocator": "sensitivity" use it from their next start on'
+    else:
+        use = (
+            f"servers use the shipped {shipped.name} before it; to use this one, give "
+            "its path as `profile`"
+        )
+    out().print(escape(use), soft_wrap=True)
 
 
 def _print_summary(profile: SensitivityProfile, path: Path) -> None:

@@ -21,6 +21,7 @@ from vllm_kvplugins.vllm_adapter.config import compat
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 
 # Key in the settings of our connector, which reach all processes. Measured values must
@@ -81,6 +82,12 @@ def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:
     model = vllm_config.model_config
     config = model.hf_config.to_dict()
     return ConfigOnlyModel(model.model, str(model.dtype), config).fingerprint()
+
+
+def is_on_several_nodes(args: EngineArgs) -> bool:
+    """Whether processes on other machines resolve the same arguments as this one."""
+    local = args.data_parallel_size_local
+    return args.nnodes > 1 or (local is not None and local < args.data_parallel_size)
 
 
 def layer_types_of(vllm_config: VllmConfig) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
+    from vllm_kvplugins.model_config import ConfigOnlyModel
     from vllm_kvplugins.policies.base import KVCachePolicy
     from vllm_kvplugins.policies.retrieval import Retriever
     from vllm_kvplugins.scoring.rotary import Rotary
@@ -206,6 +207,15 @@ def training_problems(model: Any) -> list[str]:
             "attention), which is supported in the engine only; use a model without "
             "such layers",
         )
+    ]
+
+
+def calibration_problems(model: ConfigOnlyModel) -> list[str]:
+    """Why `kvplugins research calibrate` refuses a model before it loads weights."""
+    return [
+        *model_problems(model),
+        *training_problems(model),
+        *model.layer_problems(),
     ]
 
 

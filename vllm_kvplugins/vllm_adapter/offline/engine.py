@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_kvplugins import calibration_job
 from vllm_kvplugins.config import CONFIG_KEY, parse_policy
 from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.plan.geometry import Geometry
 
-_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# An engine for one prompt ends before a measurement of its model would.
+_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", calibration_job.SWITCH: "0"}
 # A text, or the messages of a chat.
 Prompt = str | Sequence[dict[str, Any]]
 # Tokens in addition to prompt and answer: vLLM's null block, rounding.

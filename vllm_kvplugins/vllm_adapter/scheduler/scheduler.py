@@ -15,6 +15,7 @@ from vllm_kvplugins.config import describe
 from vllm_kvplugins.errors import coded, refuse
 from vllm_kvplugins.sessions.commands import Load
 from vllm_kvplugins.vllm_adapter.config import compat, validation
+from vllm_kvplugins.vllm_adapter.scheduler import calibration
 from vllm_kvplugins.vllm_adapter.scheduler.block_manager import ResidencyBlockManager
 from vllm_kvplugins.vllm_adapter.scheduler.request_report import REPORT_KEY
 from vllm_kvplugins.vllm_adapter.scheduler.spec import ResidencySpec
@@ -33,7 +34,8 @@ class ResidencyScheduling:
       connector, failed (``update_from_output``).
 
     On CPUs, it also makes workers zero new blocks. Requests that ask for a report get
-    one with their last output (``_connector_finished``).
+    one with their last output (``_connector_finished``). At start-up, it may start the
+    measurement of a model without a sensitivity profile (``calibration``).
     """
 
     vllm_config: Any
@@ -74,6 +76,16 @@ class ResidencyScheduling:
             # The CPU kernel multiplies the slots after a request's last token by 0. A
             # NaN of an earlier request in these slots would spread to this request.
             self.needs_kv_cache_zeroing = True
+        pool_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
+        pool_tokens = pool_blocks * spec.geometry.block_size
+        pool_bytes = pool_tokens * spec.geometry.kv_bytes_per_token
+        self._calibration = calibration.start(self.vllm_config, pool_bytes)
+
+    def shutdown(self) -> None:
+        """End the measurement of the model, if one runs."""
+        if self._calibration is not None:
+            self._calibration.stop()
+        super().shutdown()  # type: ignore[misc]
 
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int

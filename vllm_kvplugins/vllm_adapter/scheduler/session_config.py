@@ -141,10 +141,15 @@ def _identity(vllm_config: Any, settings: Any, of_replicas: bool = False) -> Ide
         digest = _digest(json.dumps(facts, sort_keys=True, default=str))
         # Without a drafter, the fact is missing, and files of earlier versions match.
         drafts = {"drafter": f"{method} {facts['model']} {digest}"}
+    policy = parse_policy(settings)
+    allocation = policy.page_allocator().facts()
+    # At default settings, the fact is missing, for the same reason.
+    budgets = {"budgets": json.dumps(allocation, sort_keys=True)} if allocation else {}
     return Identity.of(
         **_model_facts(model, of_replicas),
         **drafts,
-        policy=describe(parse_policy(settings)),
+        **budgets,
+        policy=describe(policy),
         cache_dtype=cache.cache_dtype,
         session_dtype=parse_sessions(settings).session_dtype,
         block_size=cache.block_size,

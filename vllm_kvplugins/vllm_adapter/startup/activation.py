@@ -30,6 +30,7 @@ from vllm_kvplugins.vllm_adapter.config.engine_config import (
     fingerprint_of,
     geometry_of,
     has_other_layers,
+    is_on_several_nodes,
     layer_types_of,
     remember_measured,
 )
@@ -157,7 +158,10 @@ def finish_config(
     for remark in policy.remarks:
         logger.info("KV policy %s: %s", policy.name, remark)
     request = layer_budgets.resolve_allocator(
-        request, policy, lambda: fingerprint_of(vllm_config)
+        request,
+        policy,
+        lambda: fingerprint_of(vllm_config),
+        one_machine=not is_on_several_nodes(args),
     )
     request = message_tokens.resolve_message_tokens(
         request, policy, lambda: _tokenizer(vllm_config)

@@ -30,6 +30,7 @@ from vllm_kvplugins.errors import KVPolicyError, coded, refuse
 from vllm_kvplugins.model_config import ConfigOnlyModel
 from vllm_kvplugins.policies.registry import get_policy_class
 from vllm_kvplugins.vllm_adapter.config import compat, memory_estimate
+from vllm_kvplugins.vllm_adapter.config.engine_config import is_on_several_nodes
 from vllm_kvplugins.vllm_adapter.startup import activation
 
 if TYPE_CHECKING:
@@ -228,9 +229,7 @@ def _falls_short(
 
 def _node_problems(args: EngineArgs) -> list[str]:
     """Each node of an engine reads its own memory, and could choose another policy."""
-    local = args.data_parallel_size_local
-    several = args.nnodes > 1 or (local is not None and local < args.data_parallel_size)
-    if not several:
+    if not is_on_several_nodes(args):
         return []
     return [
         coded(
