@@ -7,9 +7,13 @@ holds for policies with ``scores_heads_separately`` and a uniform allocator.
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,10 +27,12 @@ from test_flowkv import flow
 from test_head_shards import SIZES, TOKENS, Dense, check_equal
 from test_session_files import Caches
 from test_sessions_runtime import BLOCK, run, says, small
+from typer.testing import CliRunner
 
+from vllm_kvplugins.cli.app import app
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.policies.registry import available_policies, get_policy_class
-from vllm_kvplugins.sessions.commands import Session
+from vllm_kvplugins.sessions.commands import Save, Session, SessionCommands
 from vllm_kvplugins.sessions.directory import SessionDirectory
 from vllm_kvplugins.sessions.files import Identity, SessionFolder
 from vllm_kvplugins.sessions.head_shards import Heads, Shard, gather
@@ -43,6 +49,8 @@ SEPARATE = [
 ]
 # Compressors whose heads decide together, or whose scores depend on a head's number.
 TOGETHER = ["chunkkv", "tova", "random"]
+HEADS = Heads((4,))
+IDENTITY = Identity.of(model="m")
 QUANTIZED: list[SessionDtype] = ["int8", "int4"]
 
 
@@ -203,10 +211,91 @@ def test_copies_of_a_head_keep_the_same_tokens(name: str):
     check_equal(gather(heads, Shard(0, 1), 2, saved.__getitem__), saved[0])
 
 
-# -- files and workers ---------------------------------------------------------------
+# -- which engines read other sizes ---------------------------------------------------
 
-HEADS = Heads((4,))
-IDENTITY = Identity.of(model="m")
+
+def heads_of(policy: dict[str, Any], drafter: Any = None) -> Heads | None:
+    """What an engine divides: of a model with 8 KV heads, by vLLM's configuration."""
+    pytest.importorskip("vllm", reason="a part of the adapter")
+    from vllm_kvplugins.vllm_adapter.scheduler import session_config
+
+    speculative = None
+    if drafter is not None:
+        draft = SimpleNamespace(get_total_num_kv_heads=lambda: drafter)
+        speculative = SimpleNamespace(method="draft_model", draft_model_config=draft)
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: 8)
+    config = SimpleNamespace(model_config=model, speculative_config=speculative)
+    return session_config._heads(config, parse_policy(policy))
+
+
+def test_engines_whose_heads_decide_alone_read_other_sizes():
+    assert heads_of({"name": "flowkv"}) == Heads((8,))
+    assert heads_of({"name": "flowkv"}, drafter=4) == Heads((8, 4))
+    by_keys = Heads((8,), replicas_are_equal=True)
+    assert heads_of({"name": "streaming-llm"}) == by_keys
+    assert heads_of({"name": "full"}) == by_keys
+    for name in ("h2o", "infinipot", "snapkv"):
+        assert heads_of({"name": name}) == Heads((8,)), "replicas see some queries"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"name": "pyramidkv"},
+        {"name": "epicache"},
+        {"name": "kvzip"},
+        {"name": "snapkv", "allocator": "head-adaptive"},
+        {"name": "flowkv", "base": "chunkkv"},
+        {"name": "tova"},
+        {"name": "random"},
+    ],
+    ids=str,
+)
+def test_engines_whose_heads_share_a_budget_or_scores_do_not(policy: dict[str, Any]):
+    assert heads_of(policy) is None
+
+
+def test_a_worker_has_the_files_of_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """vLLM sets the rank in the constructor of its worker."""
+    pytest.importorskip("vllm", reason="a part of the adapter")
+    from vllm_kvplugins.vllm_adapter.scheduler import session_config
+    from vllm_kvplugins.vllm_adapter.worker.context import WorkerContext
+    from vllm_kvplugins.vllm_adapter.worker.worker import PolicyWorker
+
+    class VllmWorker:
+        def __init__(self, vllm_config: Any, local_rank: int, rank: int) -> None:
+            vllm_config.parallel_config.rank = rank
+
+    class Worker(PolicyWorker, VllmWorker):
+        """As the adapter makes one."""
+
+    files = SessionFolder(tmp_path, IDENTITY, 2)
+    files.prepare()
+    monkeypatch.setattr(session_config, "session_files", lambda config: files)
+    monkeypatch.setattr(
+        WorkerContext, "create", lambda config: WorkerContext(SimpleNamespace())
+    )
+    request = {"name": "flowkv", "sessions": True, "session_dir": str(tmp_path)}
+    for rank in range(2):
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(rank=0),
+            kv_transfer_config=None,
+            additional_config={"kv_policy": request},
+        )
+        store = Worker(config, 0, rank=rank).kv_policy.session_store
+        store._transfer = Loads()
+        saved = Dense((2,)).part(rank, 2)
+        monkeypatch.setattr(Loads, "save", lambda *_, saved=saved: saved)
+        tokens = np.arange(TOKENS, dtype=np.int32)
+        one = Session("s", "o", tokens, saved.compaction, 1000, TOKENS - 5)
+        store.save(SessionCommands(saves=[Save(one, "r", (), writes=True)]))
+        store.close()
+    assert set(contents(files)) == {"s.r0of2.safetensors", "s.r1of2.safetensors"}
+
+
+# -- files and workers ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["h2o", "expected-attention"])
@@ -471,3 +560,27 @@ def test_detached_sessions_leave_no_command(tmp_path: Path, engine: Any):
     each.directory.detach()
     commands = each.directory.take_commands()
     assert (commands.stage, commands.unlink, commands.file_ranks) == ([], [], {})
+
+
+def test_the_command_line_sees_one_session(tmp_path: Path):
+    """Whoever wrote it. Of a session with files of two sizes, the incomplete ones are
+    garbage."""
+    runner = CliRunner()
+    dense = written(tmp_path, 4)
+    written(tmp_path, 1, "other", first=1000)
+    files = SessionFolder(tmp_path, IDENTITY, 2, HEADS)
+    shown = runner.invoke(app, ["sessions", "show", str(tmp_path), "s", "--json"])
+    assert shown.exit_code == 0
+    assert len(json.loads(shown.stdout)["files"]) == 4
+    assert json.loads(shown.stdout)["problems"] == []
+    tokens = np.arange(TOKENS, dtype=np.int32)
+    form = "s", "o", tokens, dense.compaction, 1000, TOKENS - 5
+    files.write(Session(*form), 1, dense.part(1, 2))
+    for path in files.folder.iterdir():
+        os.utime(path, (time.time() - 9999,) * 2)
+    before = set(contents(files))
+    runner.invoke(app, ["sessions", "gc", str(tmp_path)])
+    assert before - set(contents(files)) == {"s.r1of2.safetensors"}
+    done = runner.invoke(app, ["sessions", "delete", str(tmp_path), "s"])
+    assert "removed 1 sessions" in done.stdout
+    assert set(contents(files)) == {"other.r0of1.safetensors"}
