@@ -289,6 +289,22 @@ def test_a_replica_of_another_size_deletes_all_files_of_a_session(replica, stora
     wait_for(lambda: not names(storage))
 
 
+def test_ranks_that_share_a_head_write_it_several_times(replica, storage):
+    """So the files are larger than the session."""
+    four = replica(ranks=4, heads=ONE_HEAD)
+    tokens = talk(1, 100)
+    session_id, size = new_id("o", tokens), 3 << 20
+    saved = snapshot(np.zeros(size // 4, np.int32), None)
+    for rank in range(4):
+        session = Session(session_id, "o", tokens, None, size, len(tokens))
+        four.files.write(session, rank, saved)
+    for heads, found in ((ONE_HEAD, 1), (Heads((4,)), 0)):
+        one = replica(heads=heads)
+        one.replicas.look_up("r", [Query("o", np.append(tokens, ids(7)))])
+        wait_for(lambda one=one: not one.replicas.waits("r"))
+        assert len(one.replicas.take().found) == found
+
+
 @pytest.mark.parametrize("fault", ["missing", "vanishes"])
 def test_a_session_of_another_size_without_a_part_is_a_miss(replica, storage, fault):
     """Before it is found, and while it is read."""

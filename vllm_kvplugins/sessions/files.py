@@ -48,6 +48,8 @@ FILE_NAME = re.compile(
     r"(?P<session>[^.]+)\.r(?P<rank>\d+)of(?P<ranks>\d+)\.safetensors"
 )
 _OBSERVED = "observed"
+# Of a file, besides what the session's size says.
+_MAX_MORE_BYTES = 1 << 20
 _QUERIES_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -156,6 +158,14 @@ class SessionFiles:
         if ranks == self.ranks or self.heads is None:
             return ranks == self.ranks
         return self.heads.fit(ranks) and self.heads.fit(self.ranks)
+
+    def max_bytes(self, session: Session, ranks: int) -> int:
+        """Most that the files of a session can take, if its header is right.
+
+        Ranks that have the same KV head write it several times.
+        """
+        copies = self.heads.copies(ranks) if self.heads is not None else 1
+        return 2 * copies * session.num_bytes + ranks * _MAX_MORE_BYTES
 
     def prepare(self) -> None:
         """Create the folder, and check that it can be written to.

@@ -75,6 +75,10 @@ class Heads:
             total % ranks == 0 for total in draft
         )
 
+    def copies(self, ranks: int) -> int:
+        """On how many of these ranks each KV head of the model is."""
+        return max(ranks // self.totals[0], 1)
+
     def sources(self, own: Shard, written_by: int) -> list[int]:
         """Ranks of an engine of another size whose parts have all heads of a rank.
 

@@ -441,7 +441,7 @@ class ReplicaSessions:
         try:
             session = self._files.read_session(session_id, file.ranks)
             # A wrong size in its header would not reserve enough memory to read it.
-            if file.num_bytes > 2 * session.num_bytes + file.ranks * (1 << 20):
+            if file.num_bytes > self._files.max_bytes(session, file.ranks):
                 raise SessionFileError(f"{session_id}: larger than its header says")
         except SessionFileError as error:
             self.ignore(session_id)
