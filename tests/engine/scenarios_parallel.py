@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 from driver import Driver, make_llm
-from scenarios_sessions import Talk, directory, settle
+from scenarios_sessions import Talk, counts, directory, settle
 from scenarios_speculation import acceptance
 from texts import random_tokens
 
@@ -101,3 +103,71 @@ def drafted(
         rows.append(row)
         driver.core.model_executor.shutdown()
     return rows
+
+
+def turns(
+    model: str,
+    ranks: int,
+    policy: dict[str, Any],
+    questions: list[int],
+    histories: list[Any] | None = None,
+    drafter: dict[str, Any] | None = None,
+    folder: str | None = None,
+) -> dict[str, Any]:
+    """Turns of several conversations, whose histories other engines began.
+
+    Args:
+        questions: their tokens, by turn.
+        histories: as the last engine returned them; None: there are none.
+        drafter: vLLM's setting, or None.
+        folder: where sessions are written; None: there are none.
+
+    Returns:
+        Answers [conversation][turn], and histories; tokens that were computed before
+        the new question, by turn and conversation; counts of sessions; drafts and how
+        many were right; requests that the ranks still know.
+    """
+    had = len(list(Path(folder).glob("*/*.safetensors"))) if folder else 0
+    settings = {"disable_log_stats": False} if drafter else {}
+    if drafter is not None:
+        settings["speculative_config"] = drafter
+    llm = _parallel_llm(model, policy, ranks, **settings)
+    driver = Driver(llm)
+    talks = [
+        Talk(driver, name, seed, vocabulary=VOCABULARY)
+        for seed, name in enumerate(LENGTHS)
+    ]
+    for talk, history in zip(talks, histories or [], strict=False):
+        talk.prompt, talk.ends, talk.turn = history
+    recomputed = []
+    for question in questions:
+        known = [len(talk.prompt) for talk in talks]
+        for talk in talks:
+            talk.ask(question)
+        driver.run()
+        for talk in talks:
+            talk.hear()
+        settle(driver)
+        restored = [driver.cached.get(str(talk.request), 0) for talk in talks]
+        recomputed.append([k - r for k, r in zip(known, restored, strict=True)])
+    if folder is not None:
+        _wait_for_files(Path(folder), had + len(questions) * len(talks) * ranks)
+        directory(driver).check_integrity()
+    row = {
+        "answers": [talk.answers for talk in talks],
+        "histories": [[talk.prompt, talk.ends, talk.turn] for talk in talks],
+        "recomputed": recomputed,
+        "counts": counts(driver),
+        "accepted": acceptance(llm) if drafter else {},
+        "held": llm.collective_rpc("kv_policy_check_integrity"),
+    }
+    driver.core.model_executor.shutdown()
+    return row
+
+
+def _wait_for_files(folder: Path, count: int) -> None:
+    """Wait until all ranks have written their files; an idle engine reports none."""
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("*/*.safetensors"))) < count:
+        assert time.monotonic() < deadline, "files are not written"
+        time.sleep(0.05)

@@ -7,6 +7,7 @@ allocators that compare heads compare those of their rank.
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from draft_models import drafter, write_noisy_copy, write_pair
 from harness import run_scenario
 from policy_settings import configure
-from scenarios_parallel import VOCABULARY
+from scenarios_parallel import LENGTHS, VOCABULARY
 from tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -133,3 +134,106 @@ def test_each_rank_stores_its_part_of_the_draft_layers(drafted: Any):
     assert run["session_bytes"] == drafted[1]["copy flowkv"]["session_bytes"]
     without = drafted[1]["plain flowkv"]["session_bytes"]
     assert run["session_bytes"] > 1.5 * without
+
+
+# -- sessions that another size reads ------------------------------------------------
+
+QUESTIONS = [150, 60, 90]
+# One rank has all 6 KV heads, each of two has 3.
+CHAINS = {"session_dir": (2, 1, 2), "session_url": (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def conversed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A model, and answers of one rank that computes every history."""
+    print("seed", SEED)
+    folder: Path = tmp_path_factory.mktemp("sizes")
+    model = write_tiny_model(folder / "model", SEED, vocabulary=VOCABULARY, **SIZES)
+    run = _turns(model, FLOW | {"sessions": False}, 1, QUESTIONS)
+    assert min(map(min, run["recomputed"][1:])) > 150
+    return {"model": model, "answers": run["answers"]}
+
+
+def _turns(
+    model: Any,
+    policy: dict[str, Any],
+    ranks: int,
+    questions: list[int],
+    histories: Any = None,
+    drafter: Any = None,
+    folder: Path | None = None,
+) -> dict[str, Any]:
+    arguments = {
+        "model": str(model),
+        "ranks": ranks,
+        "policy": policy,
+        "questions": questions,
+        "histories": histories,
+        "drafter": drafter,
+        "folder": None if folder is None else str(folder),
+    }
+    return run_scenario("scenarios_parallel:turns", arguments, timeout=900)
+
+
+def _converse(
+    model: Any,
+    policy: dict[str, Any],
+    sizes: tuple[int, ...],
+    folder: Path,
+    drafter: Any = None,
+) -> list[dict[str, Any]]:
+    """Each turn in an engine of its own, with another number of ranks.
+
+    Every turn after the first one continues sessions, and computes only what is new:
+    the last token of an answer, which its engine has only sampled, and the question.
+    """
+    runs: list[dict[str, Any]] = []
+    for ranks, question in zip(sizes, QUESTIONS, strict=False):
+        histories = runs[-1]["histories"] if runs else None
+        runs.append(
+            _turns(model, policy, ranks, [question], histories, drafter, folder)
+        )
+        assert runs[-1]["held"] == [0] * ranks
+        assert runs[-1]["counts"]["failures"] == 0
+        assert runs[-1]["counts"]["hits"] == (len(LENGTHS) if histories else 0)
+        assert max(runs[-1]["recomputed"][0]) <= 1
+    return runs
+
+
+def _answers(runs: list[dict[str, Any]]) -> list[list[list[int]]]:
+    """By conversation and turn."""
+    by_run = [run["answers"] for run in runs]
+    return [list(chain(*answers)) for answers in zip(*by_run, strict=True)]
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("place", CHAINS)
+def test_a_conversation_goes_on_with_another_number_of_ranks(
+    conversed: Any, tmp_path: Path, place: str
+):
+    """Tokens are those of recomputing. Files of the other size stay as they are."""
+    sizes = CHAINS[place]
+    store = str(tmp_path) if place == "session_dir" else f"file://{tmp_path}"
+    patience = {"session_lookup_s": 30, "session_load_s": 60}
+    policy = FLOW | {place: store} | (patience if place == "session_url" else {})
+    runs = _converse(conversed["model"], policy, sizes, tmp_path)
+    expected = [answers[: len(sizes)] for answers in conversed["answers"]]
+    assert _answers(runs) == expected
+    (folder,) = tmp_path.iterdir()
+    written = [path.name.rsplit("of", 1)[1] for path in folder.iterdir()]
+    for ranks in set(sizes):
+        files = len(LENGTHS) * ranks * sizes.count(ranks)
+        assert written.count(f"{ranks}.safetensors") == files
+
+
+@pytest.mark.timeout(3000)
+def test_draft_layers_go_on_with_another_number_of_ranks(
+    conversed: Any, tmp_path: Path
+):
+    """A copy keeps what the model keeps, so all its drafts are right after a session,
+    too."""
+    model, policy = conversed["model"], FLOW | {"session_dir": str(tmp_path)}
+    runs = _converse(model, policy, (2, 1), tmp_path, drafter(model))
+    assert _answers(runs) == [answers[:2] for answers in conversed["answers"]]
+    for run in runs:
+        assert run["accepted"]["accepted"] == run["accepted"]["drafts"] > 0

@@ -18,6 +18,7 @@ from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions.commands import Session, Tokens
 from vllm_kvplugins.sessions.directory import SessionDirectory
 from vllm_kvplugins.sessions.files import Identity, SessionFiles
+from vllm_kvplugins.sessions.head_shards import Heads
 from vllm_kvplugins.sessions.records import Match, SharedStore
 from vllm_kvplugins.sessions.replicas import Query, ReplicaSessions
 from vllm_kvplugins.sessions.session_ids import new_id
@@ -107,9 +108,10 @@ class Replica:
         max_age_s: float | None = None,
         index_bytes: int = 1 << 20,
         ranks: int = 1,
+        heads: Heads | None = None,
     ) -> None:
         self.now = 0.0
-        self.files = SessionFiles(storage, IDENTITY, ranks)
+        self.files = SessionFiles(storage, IDENTITY, ranks, heads)
         self.pool = Pool()
         self.store = SessionStore(self.pool, self.files, num_readers=2, num_writers=2)
         self.replicas = ReplicaSessions(

@@ -27,6 +27,7 @@ from vllm_kvplugins.sessions import replicas as replicas_module
 from vllm_kvplugins.sessions import store as session_store
 from vllm_kvplugins.sessions.commands import Session
 from vllm_kvplugins.sessions.files import SessionFolder
+from vllm_kvplugins.sessions.head_shards import Heads
 from vllm_kvplugins.sessions.object_store import open_storage
 from vllm_kvplugins.sessions.replicas import Query
 from vllm_kvplugins.sessions.session_ids import (
@@ -233,7 +234,98 @@ def test_a_session_of_which_a_rank_s_part_is_missing_is_not_found(replica, stora
     second.files.write(second.files.read_session(session_id), 1, saved)
     assert set(second.files.list_complete()) == {session_id}
     other = replica(ranks=1)
-    assert other.files.list_complete() == {}, "of another parallel size"
+    assert other.files.list_complete() == {}, "of another size"
+
+
+# Each rank of any size has the only KV head.
+ONE_HEAD = Heads((1,), replicas_are_equal=True)
+
+
+def saved_by_two_ranks(replica, storage) -> str:
+    """The ID of a session of 100 tokens, in two files.
+
+    The helper has the worker of the first rank only.
+    """
+    first = replica(ranks=2, heads=ONE_HEAD)
+    session_id = first.save("o", talk(1, 100))
+    first.store.wait_for_writes()
+    part = first.files.read(session_id, 0)
+    first.files.write(first.files.read_session(session_id), 1, part)
+    return session_id
+
+
+@pytest.mark.parametrize("refresh_s", [None, 0.02])
+def test_a_replica_of_another_size_continues_a_session(replica, storage, refresh_s):
+    """Found by a look-up or a listing. Its files stay, and its size is that of all."""
+    saved_by_two_ranks(replica, storage)
+    before = names(storage)
+    assert len(before) == 2
+    one = replica(heads=ONE_HEAD, refresh_s=refresh_s)
+    if refresh_s is not None:
+        one.replicas.start()
+        wait_for(lambda: len(one.replicas._found))
+    assert len(one.ask("o", np.append(talk(1, 100), ids(7)))) == 100
+    assert one.directory.counts.store_hits == 1
+    sizes = [file.num_bytes for file in storage.storage.list()]
+    assert one.directory.written_bytes == sum(sizes)
+    assert names(storage) == before
+    one.directory.check_integrity()
+
+
+def test_a_replica_of_another_size_deletes_all_files_of_a_session(replica, storage):
+    """When it is replaced, and when it has expired."""
+    saved_by_two_ranks(replica, storage)
+    one = replica(heads=ONE_HEAD)
+    one.ask("o", np.append(talk(1, 100), ids(7)))
+    one.save("o", talk(1, 100))
+    one.finish_writes()
+    wait_for(lambda: len(names(storage)) == 1)
+    (own,) = names(storage)
+    assert own.endswith(".r0of1.safetensors")
+    saved_by_two_ranks(replica, storage)
+    time.sleep(0.3)
+    other = replica(heads=ONE_HEAD, max_age_s=0.2, refresh_s=0.02)
+    other.replicas.start()
+    wait_for(lambda: not names(storage))
+
+
+def test_ranks_that_share_a_head_write_it_several_times(replica, storage):
+    """So the files are larger than the session."""
+    four = replica(ranks=4, heads=ONE_HEAD)
+    tokens = talk(1, 100)
+    session_id, size = new_id("o", tokens), 3 << 20
+    saved = snapshot(np.zeros(size // 4, np.int32), None)
+    for rank in range(4):
+        session = Session(session_id, "o", tokens, None, size, len(tokens))
+        four.files.write(session, rank, saved)
+    for heads, found in ((ONE_HEAD, 1), (Heads((4,)), 0)):
+        one = replica(heads=heads)
+        one.replicas.look_up("r", [Query("o", np.append(tokens, ids(7)))])
+        wait_for(lambda one=one: not one.replicas.waits("r"))
+        assert len(one.replicas.take().found) == found
+
+
+@pytest.mark.parametrize("fault", ["missing", "vanishes"])
+def test_a_session_of_another_size_without_a_part_is_a_miss(replica, storage, fault):
+    """Before it is found, and while it is read."""
+    session_id = saved_by_two_ranks(replica, storage)
+    if fault == "missing":
+        storage.storage.delete(f"{session_id}.r1of2.safetensors")
+    else:
+        storage.before_read = storage.storage.delete
+    one = replica(heads=ONE_HEAD)
+    assert len(one.ask("o", np.append(talk(1, 100), ids(7)))) == 0
+    assert one.directory.counts.failures == (fault == "vanishes")
+    assert one.directory.num_sessions == 0
+
+
+def test_a_replica_whose_heads_do_not_fit_finds_no_other_size(replica, storage):
+    saved_by_two_ranks(replica, storage)
+    for heads in (None, Heads((1,))):
+        one = replica(heads=heads)
+        assert len(one.ask("o", np.append(talk(1, 100), ids(7)))) == 0
+        assert one.files.list_complete() == {}
+        assert one.directory.counts.failures == 0
 
 
 def test_a_session_that_is_removed_while_it_is_written_is_deleted_afterwards(

@@ -205,6 +205,17 @@ class KVCachePolicy(BaseModel, ABC):
         return self.retrieval is None
 
     @property
+    def scores_heads_separately(self) -> bool:
+        """Whether nothing of one KV head decides what another one keeps.
+
+        Engines of another tensor-parallel size, whose ranks have other heads, then
+        load the same sessions. An ``Observation`` that packs tensors must have KV heads
+        or query heads, in their order, in the first dimension of each tensor; tensors
+        without dimensions count for all heads.
+        """
+        return False
+
+    @property
     def needs_rotary(self) -> bool:
         """Whether ``score`` needs ``view.rotary``; other models are refused then."""
         return False

@@ -45,6 +45,10 @@ class ChunkKV(SnapKV):
         default=20, ge=1, description="Tokens per chunk, from position 0 on."
     )
 
+    @property
+    def scores_heads_separately(self) -> bool:
+        return False  # all heads of a rank keep the same chunks
+
     def score(self, view: LayerView) -> torch.Tensor:
         num_slots = view.positions.shape[1]
         prefix = num_slots - view.queries.shape[1]

@@ -123,6 +123,10 @@ class ExpectedAttention(Compressor):
     def minimum_budget_tokens(self) -> int:
         return self.sinks + 1
 
+    @property
+    def scores_heads_separately(self) -> bool:
+        return True
+
     def score(self, view: LayerView) -> torch.Tensor:
         keys = view.keys.to(torch.float32)
         num_kv_heads, _, dim = keys.shape

@@ -20,3 +20,7 @@ class FullKV(KVCachePolicy):
 
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
         return ResidencyPlan(geometry.block_size)
+
+    @property
+    def scores_heads_separately(self) -> bool:
+        return True

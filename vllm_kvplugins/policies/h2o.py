@@ -69,6 +69,10 @@ class H2O(Compressor):
     def minimum_budget_tokens(self) -> int:
         return (self.recent or 0) + 1
 
+    @property
+    def scores_heads_separately(self) -> bool:
+        return True
+
     def score(self, view: LayerView) -> torch.Tensor:
         scores = view.observed.gather(1, view.positions.clamp(min=0))
         recent = view.budget_tokens // 2 if self.recent is None else self.recent

@@ -96,6 +96,10 @@ class InfiniPot(Compressor):
     def minimum_budget_tokens(self) -> int:
         return self.sinks + self.recent + 1
 
+    @property
+    def scores_heads_separately(self) -> bool:
+        return True
+
     def score(self, view: LayerView) -> torch.Tensor:
         positions = view.positions
         scores: torch.Tensor = view.observed.gather(1, positions.clamp(min=0))

@@ -28,6 +28,10 @@ class KeyDiff(Compressor):
     name: ClassVar[str] = "keydiff"
     summary: ClassVar[str] = "keeps tokens whose keys differ most from the mean key"
 
+    @property
+    def scores_heads_separately(self) -> bool:
+        return True
+
     def score(self, view: LayerView) -> torch.Tensor:
         keys = valid_keys(view.keys, view.valid)
         num_kv_heads, num_slots, head_dim = keys.shape

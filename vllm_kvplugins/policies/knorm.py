@@ -28,6 +28,10 @@ class Knorm(Compressor):
     name: ClassVar[str] = "knorm"
     summary: ClassVar[str] = "keeps tokens whose keys have the smallest norm"
 
+    @property
+    def scores_heads_separately(self) -> bool:
+        return True
+
     def score(self, view: LayerView) -> torch.Tensor:
         wide = torch.promote_types(view.keys.dtype, torch.float32)
         norms = torch.linalg.vector_norm(view.keys, dim=-1, dtype=wide)

@@ -137,6 +137,10 @@ class KVzip(Compressor):
     def probing(self) -> Repetition:
         return Repetition(self.chunk, self.sinks)
 
+    @property
+    def scores_heads_separately(self) -> bool:
+        return True
+
     def score(self, view: LayerView) -> torch.Tensor:
         positions = view.positions
         scores: torch.Tensor = view.observed.gather(1, positions.clamp(min=0))

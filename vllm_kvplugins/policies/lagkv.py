@@ -41,6 +41,10 @@ class LagKV(Compressor):
     def minimum_budget_tokens(self) -> int:
         return self.sinks + 1
 
+    @property
+    def scores_heads_separately(self) -> bool:
+        return True
+
     def score(self, view: LayerView) -> torch.Tensor:
         scores = torch.full(
             view.positions.shape, -torch.inf, device=view.positions.device

@@ -95,6 +95,10 @@ class ProtoKV(Compressor):
     def minimum_budget_tokens(self) -> int:
         return self.window + 1
 
+    @property
+    def scores_heads_separately(self) -> bool:
+        return True
+
     def score(self, view: LayerView) -> torch.Tensor:
         num_slots = view.positions.shape[1]
         votes = window_votes(view)

@@ -88,6 +88,10 @@ class RKV(Compressor):
     def minimum_budget_tokens(self) -> int:
         return self.window + 1
 
+    @property
+    def scores_heads_separately(self) -> bool:
+        return True
+
     def score(self, view: LayerView) -> torch.Tensor:
         keys = valid_keys(view.keys, view.valid)
         num_slots = keys.shape[1]

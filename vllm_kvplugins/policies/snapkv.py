@@ -45,6 +45,10 @@ class SnapKV(Compressor):
     def minimum_budget_tokens(self) -> int:
         return self.window + 1
 
+    @property
+    def scores_heads_separately(self) -> bool:
+        return True
+
     def score(self, view: LayerView) -> torch.Tensor:
         votes = window_votes(view)
         votes = pool_votes(votes, self.kernel_size, self.pooling)

@@ -28,6 +28,10 @@ class StreamingLLM(Compressor):
     def minimum_budget_tokens(self) -> int:
         return self.sinks + 1
 
+    @property
+    def scores_heads_separately(self) -> bool:
+        return True
+
     def score(self, view: LayerView) -> torch.Tensor:
         scores = view.positions.to(torch.float32)
         return scores.masked_fill(view.positions < self.sinks, torch.inf)

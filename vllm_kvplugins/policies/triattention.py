@@ -70,6 +70,10 @@ class TriAttention(Compressor):
     def minimum_budget_tokens(self) -> int:
         return self.recent + 1
 
+    @property
+    def scores_heads_separately(self) -> bool:
+        return True
+
     def score(self, view: LayerView) -> torch.Tensor:
         scores = self._series(view)
         if view.valid is not None:

@@ -27,6 +27,8 @@ class Session:
         num_bytes: host memory, over all ranks.
         first_query: position of the first stored query; the number of tokens if no
             query is stored.
+        file_ranks: ranks of the engine that wrote its files; None: as many as this
+            engine has.
     """
 
     session_id: str
@@ -35,6 +37,7 @@ class Session:
     compaction: Compaction | None
     num_bytes: int
     first_query: int
+    file_ranks: int | None = None
 
     @property
     def compacted_at(self) -> int:
@@ -124,6 +127,8 @@ class SessionCommands:
         drop: sessions to delete from memory.
         stage: sessions to read from their files into memory; a session may be dropped
             and staged in the same step.
+        file_ranks: of the sessions to unlink or to stage, those that an engine of
+            another size wrote, with its number of ranks.
     """
 
     unlink: list[str] = field(default_factory=list)
@@ -131,6 +136,7 @@ class SessionCommands:
     loads: list[Load] = field(default_factory=list)
     drop: list[str] = field(default_factory=list)
     stage: list[str] = field(default_factory=list)
+    file_ranks: dict[str, int] = field(default_factory=dict)
 
 
 Event = Literal["saved", "written", "staged", "loaded"]

@@ -197,6 +197,7 @@ class SessionDirectory:
             self._set_presence(session_id, memory="pending")
             entry.acks_due["staged"] = self._ranks
             self._commands.stage.append(session_id)
+            self._note_file_ranks(match.session)
         return True
 
     def load(
@@ -380,6 +381,7 @@ class SessionDirectory:
             if not self._cancel_save(session_id):
                 self._commands.drop.append(session_id)
             self._commands.stage = [i for i in self._commands.stage if i != session_id]
+            self._commands.file_ranks.pop(session_id, None)
             self._forget(session_id)
 
     def _make_index_room(self) -> None:
@@ -454,7 +456,7 @@ class SessionDirectory:
         if ack.problem is not None:
             self.counts.failures += 1
             self._set_presence(session_id, disk="absent")
-            self._commands.unlink.append(session_id)  # parts of other ranks
+            self._unlink(entry.session)  # parts of other ranks
         elif not write.acks_due:
             self.written_bytes += write.file_bytes - entry.file_bytes
             entry.file_bytes = write.file_bytes
@@ -581,7 +583,7 @@ class SessionDirectory:
                 self._remove(session_id)
             else:
                 self._set_presence(session_id, disk="absent")
-                self._commands.unlink.append(session_id)
+                self._unlink(self._entries[session_id].session)
         return True
 
     def _set_presence(
@@ -622,8 +624,18 @@ class SessionDirectory:
         if not self._cancel_save(session_id):
             self._commands.drop.append(session_id)
             if self._entries[session_id].disk != "absent":
-                self._commands.unlink.append(session_id)
+                self._unlink(self._entries[session_id].session)
         self._forget(session_id)
+
+    def _unlink(self, session: Session) -> None:
+        """Command the workers to delete the files of a session."""
+        self._commands.unlink.append(session.session_id)
+        self._note_file_ranks(session)
+
+    def _note_file_ranks(self, session: Session) -> None:
+        """Tell the workers which files a session has, if it is of another size."""
+        if session.file_ranks is not None:
+            self._commands.file_ranks[session.session_id] = session.file_ranks
 
     def _cancel_save(self, session_id: str) -> bool:
         """Withdraw the command to save a session, if no step has taken it yet."""

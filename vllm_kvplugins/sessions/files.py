@@ -3,6 +3,10 @@
 ::
 
     DIR/<fingerprint>/<session>.r0of1.safetensors      or URL/<fingerprint>/...
+                               rank 0 of the 1 rank of the engine that wrote it
+
+An engine of another tensor-parallel size reads the same files, if the policy allows it
+(``head_shards``). They stay as they are.
 
 A file contains a digest of its contents, and one of what a scan reads: text and tokens.
 Files of another program, model, policy or layout, damaged files, links and pipes are
@@ -16,7 +20,8 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -27,6 +32,7 @@ from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions import tensor_file
 from vllm_kvplugins.sessions.commands import Session, Tokens
+from vllm_kvplugins.sessions.head_shards import Heads, Shard, gather
 from vllm_kvplugins.sessions.settings import SessionDtype
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot, HeapPart
 from vllm_kvplugins.sessions.storage import (
@@ -38,8 +44,12 @@ from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
 FORMAT = "kvp-session-4"
 _SUFFIX = ".safetensors"
-FILE_NAME = re.compile(r"(?P<session>[^.]+)\.r\d+of(?P<ranks>\d+)\.safetensors")
+FILE_NAME = re.compile(
+    r"(?P<session>[^.]+)\.r(?P<rank>\d+)of(?P<ranks>\d+)\.safetensors"
+)
 _OBSERVED = "observed"
+# Of a file, besides what the session's size says.
+_MAX_MORE_BYTES = 1 << 20
 _QUERIES_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -67,6 +77,22 @@ class Identity:
     def fingerprint(self) -> str:
         """Digest of all facts; the name of a directory."""
         return hashlib.sha256(json.dumps(self.facts).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionParts:
+    """The files of a session: the parts of all ranks that wrote it.
+
+    Attributes:
+        ranks: number of these ranks.
+        num_bytes: size of all files.
+        modified: of the newest one; see ``StoredFile``.
+    """
+
+    session_id: str
+    ranks: int
+    num_bytes: int
+    modified: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +128,44 @@ class Scan:
 class SessionFiles:
     """The session files of one engine, in a storage.
 
+    Methods that take ``ranks`` also read or delete what an engine with so many ranks
+    wrote; None: this engine's number.
+
     Args:
         ranks: number of workers; each writes its part of every session.
+        heads: the KV heads of the model, if sessions of other sizes can be read; None:
+            they cannot.
     """
 
     def __init__(
-        self, storage: SessionStorage, identity: Identity, ranks: int = 1
+        self,
+        storage: SessionStorage,
+        identity: Identity,
+        ranks: int = 1,
+        heads: Heads | None = None,
     ) -> None:
         self.storage = storage
         self.identity = identity
         self.ranks = ranks
+        self.heads = heads
 
-    def name(self, session_id: str, rank: int) -> str:
+    def name(self, session_id: str, rank: int, ranks: int | None = None) -> str:
         """The name of the file of a rank's part of a session."""
-        return f"{session_id}.r{rank}of{self.ranks}{_SUFFIX}"
+        return f"{session_id}.r{rank}of{ranks or self.ranks}{_SUFFIX}"
+
+    def reads(self, ranks: int) -> bool:
+        """Whether this engine reads sessions that so many ranks wrote."""
+        if ranks == self.ranks or self.heads is None:
+            return ranks == self.ranks
+        return self.heads.fit(ranks) and self.heads.fit(self.ranks)
+
+    def max_bytes(self, session: Session, ranks: int) -> int:
+        """Most that the files of a session can take, if its header is right.
+
+        Ranks that have the same KV head write it several times.
+        """
+        copies = self.heads.copies(ranks) if self.heads is not None else 1
+        return 2 * copies * session.num_bytes + ranks * _MAX_MORE_BYTES
 
     def prepare(self) -> None:
         """Create the folder, and check that it can be written to.
@@ -153,14 +203,38 @@ class SessionFiles:
         about["digest"] = tensor_file.digest(about, tensors)
         return self.storage.write(self.name(session.session_id, rank), tensors, about)
 
-    def read(self, session_id: str, rank: int) -> CacheSnapshot:
-        """Read a rank's part of a session.
+    def read(
+        self, session_id: str, rank: int, ranks: int | None = None
+    ) -> CacheSnapshot:
+        """Read a rank's part of a session; of another size's files, those that have it.
+
+        Args:
+            rank: of this engine.
 
         Raises:
-            SessionFileError: the file is missing, damaged, or of another engine.
+            SessionFileError: a file is missing, damaged, or of another engine, or the
+                parts of other ranks cannot be cut or joined.
             OSError: the storage failed.
+
+        Cost: files of another size are read whole, one after the other.
         """
-        name = self.name(session_id, rank)
+        if ranks is None or ranks == self.ranks:
+            return self._read_part(session_id, rank, self.ranks)
+        if self.heads is None or not self.reads(ranks):
+            name = self.name(session_id, 0, ranks)
+            raise SessionFileError(f"{name}: not readable with {self.ranks} ranks")
+        read = partial(self._read_part, session_id, ranks=ranks)
+        try:
+            return gather(self.heads, Shard(rank, self.ranks), ranks, read)
+        except ValueError as error:
+            name = self.name(session_id, 0, ranks)
+            raise SessionFileError(
+                f"{name}: not readable with {self.ranks} ranks ({error})"
+            ) from error
+
+    def _read_part(self, session_id: str, rank: int, ranks: int) -> CacheSnapshot:
+        """What one of ``ranks`` ranks wrote."""
+        name = self.name(session_id, rank, ranks)
         about, tensors = verified(self.storage, name)
         self._check(name, about)
         if about.get("session") != session_id:
@@ -171,9 +245,13 @@ class SessionFiles:
         except CONTENT_ERRORS as error:
             raise SessionFileError(f"{name}: not a session ({error})") from error
 
-    def unlink(self, session_id: str, rank: int) -> None:
-        """Delete a rank's part of a session, if it exists."""
-        self.storage.delete(self.name(session_id, rank))
+    def unlink(self, session_id: str, rank: int, ranks: int | None = None) -> None:
+        """Delete a rank's part of a session, if it exists.
+
+        Of another size's files, each of this engine's ranks deletes some.
+        """
+        for part in range(rank, ranks or self.ranks, self.ranks):
+            self.storage.delete(self.name(session_id, part, ranks))
 
     def scan(self) -> Scan:
         """Find all sessions.
@@ -183,63 +261,93 @@ class SessionFiles:
         """
         found, now = Scan(), time.time()
         files = {file.name: file for file in self.storage.list()}
-        suffix = f".r0of{self.ranks}{_SUFFIX}"
+        known = set[str]()
         for name in sorted(files, key=lambda name: files[name].modified):
-            if not name.endswith(suffix):
+            parsed = FILE_NAME.fullmatch(name)
+            if parsed is None or parsed["rank"] != "0":
                 continue
-            session_id, used = name.removesuffix(suffix), files[name].modified
-            parts = [self.name(session_id, rank) for rank in range(self.ranks)]
+            session_id, ranks = parsed["session"], int(parsed["ranks"])
+            if not self.reads(ranks) or session_id in known:
+                continue
+            used = files[name].modified
             try:
-                _check_complete(parts, files)
-                session = self.read_session(session_id)
+                parts = self._complete(session_id, ranks, files)
+                session = self.read_session(session_id, ranks)
             except SessionFileError as error:
                 found.problems.append(error)
                 continue
+            known.add(session_id)
             size = sum(files.pop(part).num_bytes for part in parts)
             found.sessions.append(FoundSession(session, max(now - used, 0.0), size))
         found.other_bytes = sum(file.num_bytes for file in files.values())
         return found
 
-    def list_complete(self, prefix: str = "") -> dict[str, StoredFile]:
+    def _complete(
+        self, session_id: str, ranks: int, files: Mapping[str, StoredFile]
+    ) -> list[str]:
+        """Names of the files of a session.
+
+        Raises:
+            SessionFileError: the part of a rank is missing.
+        """
+        parts: list[str] = []
+        for rank in range(ranks):
+            parts.append(self.name(session_id, rank, ranks))
+            if parts[-1] not in files:
+                raise SessionFileError(
+                    f"{parts[0]}: the part of rank {rank} is missing"
+                )
+        return parts
+
+    def list_complete(self, prefix: str = "") -> dict[str, SessionParts]:
         """Sessions whose IDs begin with a prefix, without reading their files.
 
         Returns:
-            For each ID with the parts of all ranks: the size of all parts, and the time
-            of the newest one.
+            For each ID with the parts of all ranks that wrote it: these parts.
 
         Raises:
             OSError: the storage failed.
         """
-        parts: dict[str, list[StoredFile]] = {}
+        found: dict[str, SessionParts] = {}
+        for (session_id, ranks), files in self._by_writer(prefix).items():
+            names = {file.name for file in files}
+            if len(files) != ranks or names != {
+                self.name(session_id, rank, ranks) for rank in range(ranks)
+            }:
+                continue
+            if session_id not in found or ranks == self.ranks:
+                found[session_id] = SessionParts(
+                    session_id,
+                    ranks,
+                    sum(file.num_bytes for file in files),
+                    max(file.modified for file in files),
+                )
+        return found
+
+    def _by_writer(self, prefix: str) -> dict[tuple[str, int], list[StoredFile]]:
+        """Files that are not empty, by session and number of ranks, if readable."""
+        groups: dict[tuple[str, int], list[StoredFile]] = {}
         for file in self.storage.list(prefix):
             name = FILE_NAME.fullmatch(file.name)
-            is_part = name is not None and int(name["ranks"]) == self.ranks
-            if name is not None and is_part and file.num_bytes:
-                parts.setdefault(name["session"], []).append(file)
-        return {
-            session_id: StoredFile(
-                session_id,
-                sum(file.num_bytes for file in files),
-                max(file.modified for file in files),
-            )
-            for session_id, files in parts.items()
-            if len(files) == self.ranks
-        }
+            if name is not None and self.reads(int(name["ranks"])) and file.num_bytes:
+                writer = name["session"], int(name["ranks"])
+                groups.setdefault(writer, []).append(file)
+        return groups
 
-    def read_session(self, session_id: str) -> Session:
+    def read_session(self, session_id: str, ranks: int | None = None) -> Session:
         """A session without its keys and values, from the first rank's file.
 
         Raises:
             SessionFileError: the file is missing, damaged, or of another engine.
             OSError: the storage failed.
         """
-        name = self.name(session_id, 0)
+        name = self.name(session_id, 0, ranks)
         about, tensors = self.storage.read(name, only=("tokens",))
         self._check(name, about)
         session = checked_session(name, about, tensors["tokens"])
         if session.session_id != session_id:
             raise SessionFileError(f"{name}: contains another session")
-        return session
+        return session if ranks == self.ranks else replace(session, file_ranks=ranks)
 
     def _check(self, name: str, about: Mapping[str, str]) -> None:
         if about.get("format") != FORMAT:
@@ -255,9 +363,15 @@ class SessionFolder(SessionFiles):
         root: ``session_dir``.
     """
 
-    def __init__(self, root: Path, identity: Identity, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        root: Path,
+        identity: Identity,
+        ranks: int = 1,
+        heads: Heads | None = None,
+    ) -> None:
         self.folder = root / identity.fingerprint
-        super().__init__(DirectoryStorage(root, self.folder), identity, ranks)
+        super().__init__(DirectoryStorage(root, self.folder), identity, ranks, heads)
 
     def prepare(self) -> None:
         """Create the folder, readable only by its owner, and remove leftovers.
@@ -277,17 +391,6 @@ class SessionFolder(SessionFiles):
     def path(self, session_id: str, rank: int) -> Path:
         """The file of a rank's part of a session."""
         return self.folder / self.name(session_id, rank)
-
-
-def _check_complete(parts: list[str], files: Mapping[str, StoredFile]) -> None:
-    """Refuse a session of which a rank's part is missing.
-
-    Args:
-        parts: names of its files, rank by rank.
-    """
-    for rank, part in enumerate(parts):
-        if part not in files:
-            raise SessionFileError(f"{parts[0]}: the part of rank {rank} is missing")
 
 
 # -- one file ------------------------------------------------------------------------

@@ -283,18 +283,17 @@ def find_garbage(folders: Iterable[SessionStorage]) -> Garbage:
     """
     folders = list(folders)
     damaged: list[Item] = [c for c in list_clusterings(folders) if c.damaged]
-    parts: dict[tuple[str, str], list[FoundFile]] = {}
+    parts: dict[tuple[str, str, int], list[FoundFile]] = {}
     for file in list_files(folders):
         if file.damaged:
             damaged.append(file)
         else:
-            key = (file.storage.location, file.session_id)
+            key = (file.storage.location, file.session_id, _num_ranks(file.name))
             parts.setdefault(key, []).append(file)
     incomplete: list[Item] = [
         file
-        for files in parts.values()
-        if len(files) < _num_ranks(files[0].name)
-        and time.time() - files[0].last_used > _WRITE_S
+        for (_, _, ranks), files in parts.items()
+        if len(files) < ranks and time.time() - files[0].last_used > _WRITE_S
         for file in files
     ]
     leftovers = [

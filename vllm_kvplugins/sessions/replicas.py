@@ -30,7 +30,7 @@ from vllm_kvplugins.errors import coded
 from vllm_kvplugins.log_throttle import LogThrottle
 from vllm_kvplugins.sessions.commands import Session, Tokens
 from vllm_kvplugins.sessions.file_thread import FileThread
-from vllm_kvplugins.sessions.files import SessionFiles
+from vllm_kvplugins.sessions.files import SessionFiles, SessionParts
 from vllm_kvplugins.sessions.index import index_bytes
 from vllm_kvplugins.sessions.session_ids import (
     ParsedId,
@@ -38,7 +38,6 @@ from vllm_kvplugins.sessions.session_ids import (
     bucket_starts,
     digests_at,
 )
-from vllm_kvplugins.sessions.storage import StoredFile
 from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
 logger = logging.getLogger("vllm.kv_policy")
@@ -112,7 +111,7 @@ class _LookUp:
     queries: list[Query]
     deadline: float
     keys_due: int = 0
-    files: list[list[tuple[ParsedId, StoredFile]]] = field(default_factory=list)
+    files: list[list[tuple[ParsedId, SessionParts]]] = field(default_factory=list)
     has_failed: bool = False
     has_ended: bool = False
 
@@ -289,7 +288,8 @@ class ReplicaSessions:
             files = [
                 (parsed, file)
                 for file in found.values()
-                if (parsed := ParsedId.of(file.name)) and not self._is_expired(file)
+                if (parsed := ParsedId.of(file.session_id))
+                and not self._is_expired(file)
             ]
             with self._changed:
                 look_up.files[number] += files
@@ -318,7 +318,7 @@ class ReplicaSessions:
                 self._changed.notify_all()
 
     def _read_best(
-        self, query: Query, files: list[tuple[ParsedId, StoredFile]]
+        self, query: Query, files: list[tuple[ParsedId, SessionParts]]
     ) -> None:
         """Read the longest session that the prompt continues as a whole.
 
@@ -375,7 +375,7 @@ class ReplicaSessions:
             self._gone += gone
         left = self._index_bytes
         for file in sorted(files.values(), key=lambda file: -file.modified):
-            parsed = ParsedId.of(file.name)
+            parsed = ParsedId.of(file.session_id)
             if parsed is None:
                 continue
             left -= index_bytes(parsed.num_tokens)
@@ -386,14 +386,14 @@ class ReplicaSessions:
                     return
                 self._read(parsed, file, first=False)
 
-    def _delete_expired(self, files: dict[str, StoredFile]) -> None:
+    def _delete_expired(self, files: dict[str, SessionParts]) -> None:
         """Delete sessions that were written too long ago, also for other replicas."""
         for session_id in [i for i, file in files.items() if self._is_expired(file)]:
             for rank in range(self._files.ranks):
-                self._files.unlink(session_id, rank)
+                self._files.unlink(session_id, rank, files[session_id].ranks)
             del files[session_id]
 
-    def _is_expired(self, file: StoredFile) -> bool:
+    def _is_expired(self, file: SessionParts) -> bool:
         return self._max_age_s is not None and (
             time.time() - file.modified > self._max_age_s
         )
@@ -420,7 +420,7 @@ class ReplicaSessions:
                 each.session.session_id == session_id for each in self._found
             )
 
-    def _read(self, parsed: ParsedId, file: StoredFile, first: bool = True) -> bool:
+    def _read(self, parsed: ParsedId, file: SessionParts, first: bool = True) -> bool:
         """Read the beginning of a session for the scheduler.
 
         Args:
@@ -439,9 +439,9 @@ class ReplicaSessions:
                 return False
             self._ignored.pop(session_id, None)
         try:
-            session = self._files.read_session(session_id)
+            session = self._files.read_session(session_id, file.ranks)
             # A wrong size in its header would not reserve enough memory to read it.
-            if file.num_bytes > 2 * session.num_bytes + self._files.ranks * (1 << 20):
+            if file.num_bytes > self._files.max_bytes(session, file.ranks):
                 raise SessionFileError(f"{session_id}: larger than its header says")
         except SessionFileError as error:
             self.ignore(session_id)

@@ -100,7 +100,7 @@ class SessionStore:
         requests may already own the blocks.
         """
         for session_id in commands.unlink:
-            self._unlink(session_id)
+            self._unlink(session_id, commands.file_ranks.get(session_id))
         loaded = {load.session_id for load in commands.loads}
         for session_id in commands.drop:
             if session_id not in loaded:
@@ -118,7 +118,7 @@ class SessionStore:
         for session_id in commands.drop:
             self._drop(session_id)  # also sessions of this step
         for session_id in commands.stage:
-            self._stage(session_id)
+            self._stage(session_id, commands.file_ranks.get(session_id))
 
     def wait_for_reads(self) -> None:
         """Wait up to 20 ms for a file that is being read.
@@ -214,25 +214,27 @@ class SessionStore:
         if read is not None:
             self._reader.cancel(read)
 
-    def _stage(self, session_id: str) -> None:
+    def _stage(self, session_id: str, ranks: int | None) -> None:
         assert self._files is not None, "there are no files"
         self._reads[session_id] = self._reader.submit(
-            partial(self._files.read, session_id, self._rank)
+            partial(self._files.read, session_id, self._rank, ranks)
         )
 
-    def _unlink(self, session_id: str) -> None:
+    def _unlink(self, session_id: str, ranks: int | None) -> None:
         assert self._files is not None, "there are no files"
         write = self._writes.get(session_id)
         if write is not None and (self._writer.cancel(write) or write.cancelled()):
             write = None  # wait() never returns for it
-        self._writer.submit(partial(self._unlink_after, write, session_id))
+        self._writer.submit(partial(self._unlink_after, write, session_id, ranks))
 
-    def _unlink_after(self, write: Future[int] | None, session_id: str) -> None:
-        """Delete a file, in a thread; if it is being written, afterwards."""
+    def _unlink_after(
+        self, write: Future[int] | None, session_id: str, ranks: int | None
+    ) -> None:
+        """Delete files, in a thread; if one is being written, afterwards."""
         assert self._files is not None, "there are no files"
         if write is not None:
             wait([write])
-        self._files.unlink(session_id, self._rank)
+        self._files.unlink(session_id, self._rank, ranks)
 
     # -- acknowledgements -------------------------------------------------------
 

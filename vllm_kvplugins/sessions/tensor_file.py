@@ -35,6 +35,7 @@ _LIBRARY_AGE_S = 3600.0
 
 # Names of the safetensors format.
 _DTYPES = {
+    torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",

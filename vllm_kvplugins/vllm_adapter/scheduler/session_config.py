@@ -21,6 +21,7 @@ from vllm_kvplugins.sessions.files import (
     SessionFiles,
     SessionFolder,
 )
+from vllm_kvplugins.sessions.head_shards import Heads
 from vllm_kvplugins.sessions.object_store import open_storage, url_problems
 from vllm_kvplugins.sessions.settings import SessionSettings, rename_deprecated
 from vllm_kvplugins.sessions.weights import weights_digest
@@ -101,14 +102,30 @@ def session_files(vllm_config: Any) -> SessionFiles | None:
     if not sessions.sessions:
         return None
     ranks = vllm_config.parallel_config.world_size
+    heads = _heads(vllm_config, parse_policy(settings))
     if sessions.session_url is not None:
         identity = _identity(vllm_config, settings, of_replicas=True)
         storage = open_storage(sessions.session_url, identity.fingerprint)
-        return SessionFiles(storage, identity, ranks)
+        return SessionFiles(storage, identity, ranks, heads)
     if sessions.session_dir is not None:
         identity = _identity(vllm_config, settings)
-        return SessionFolder(sessions.session_dir, identity, ranks)
+        return SessionFolder(sessions.session_dir, identity, ranks, heads)
     return None
+
+
+def _heads(vllm_config: Any, policy: KVCachePolicy) -> Heads | None:
+    """The KV heads that ranks divide; None: other sizes keep other tokens of a head."""
+    if not (policy.scores_heads_separately and policy.page_allocator().uniform):
+        return None
+    models = [vllm_config.model_config]
+    if (drafter := speculation.drafter_with_cache(vllm_config)) is not None:
+        models.append(drafter[1])
+    return Heads(
+        tuple(model.get_total_num_kv_heads() for model in models),
+        replicas_are_equal=not (
+            policy.queries_needed or policy.observation or policy.probing
+        ),
+    )
 
 
 def disk_limit(
@@ -129,6 +146,8 @@ def disk_limit(
 
 def _identity(vllm_config: Any, settings: Any, of_replicas: bool = False) -> Identity:
     """Everything that a cache depends on, except for the layout of its pages.
+
+    The tensor-parallel size is in the names of files: see ``SessionFiles.reads``.
 
     Args:
         of_replicas: leave out what differs between machines: paths and times of files.

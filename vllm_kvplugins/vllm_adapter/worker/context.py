@@ -2,7 +2,8 @@
 
 vLLM builds the parts of a worker in this order (0.32 and 0.33, both model runners)::
 
-    worker.__init__            WorkerContext.create: runtime, session store, backend
+    worker.__init__            WorkerContext.create: runtime, backend
+                               vLLM's own __init__ sets the rank: open_sessions
     init_device                the model runner exists: ``runner``
     load_model                 bind_layers: each layer's impl gets the context
     metadata builders          register_heap_binding, from the layers' context
@@ -85,20 +86,25 @@ class WorkerContext:
         assert isinstance(request, dict), "finish_config has not run"
         kernel_choice.register(request)
         compat.forget_previous_engine()
-        settings = parse_sessions(request)
-        sessions = bool(settings.sessions)
-        runtime = PolicyRuntime(policy, geometry_of(vllm_config), sessions)
-        if not sessions:
-            return cls(runtime)
-        store = SessionStore(
-            Transfer(runtime, settings.session_dtype),
+        sessions = bool(parse_sessions(request).sessions)
+        return cls(PolicyRuntime(policy, geometry_of(vllm_config), sessions))
+
+    def open_sessions(self, vllm_config: VllmConfig) -> None:
+        """Open the worker's session store, if sessions are on.
+
+        Call when the configuration has the worker's rank: each rank has its own files.
+        """
+        settings = parse_sessions(request_of(vllm_config))
+        if not settings.sessions:
+            return
+        self.session_store = SessionStore(
+            Transfer(self.runtime, settings.session_dtype),
             session_config.session_files(vllm_config),
             vllm_config.parallel_config.rank,
             # One connection to an object store is slower than a disk.
             num_readers=1 if settings.session_url is None else 4,
             num_writers=1 if settings.session_url is None else 2,
         )
-        return cls(runtime, store)
 
     @property
     def runner(self) -> compat.RunnerV1 | compat.RunnerV2:

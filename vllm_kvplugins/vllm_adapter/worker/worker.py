@@ -46,6 +46,7 @@ class PolicyWorker:
         # Before the model is built: its layers look the attention backend up.
         self.kv_policy = WorkerContext.create(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+        self.kv_policy.open_sessions(vllm_config)  # the rank is known now
 
     @property
     def kv_policy_runtime(self) -> PolicyRuntime:
