@@ -27,6 +27,8 @@ def kept_by_sorting(scores: torch.Tensor, count: int) -> list[bool]:
         [39, 39, 39],
         [40, 40, 40],
         [0, 40, 17],
+        [40, 9, 9],
+        [1, 2, 3, 4, 38, 39, 40],
     ],
     ids=str,
 )
@@ -40,6 +42,19 @@ def test_the_best_slots_stay(counts, values):
         kept_by_sorting(row, count) for row, count in zip(scores, counts, strict=True)
     ]
     assert keep.tolist() == expected
+
+
+def test_rows_of_different_lengths_are_kept_as_if_alone():
+    """Short rows end with -inf; if too few slots remain, the lowest of these stay."""
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(2, 3, SLOTS, generator=generator)
+    scores[1, :, 9:] = -torch.inf
+    counts = torch.tensor([[SLOTS, 38, 38], [7, 7, 12]])
+    keep = keep_top(scores, counts)
+    for row, count, kept in zip(
+        scores.flatten(0, 1), counts.flatten().tolist(), keep.flatten(0, 1), strict=True
+    ):
+        assert kept.tolist() == kept_by_sorting(row, count)
 
 
 @pytest.mark.parametrize("counts", [[-1, 3], [3, SLOTS + 1]], ids=str)

@@ -203,7 +203,10 @@ class RetrievalController(StepExtension):
         state = self._requests[request_id]
         state.prefetched = False
         layers, size = self._hot_slots.layers, self._heap.layout.block_size
-        token = positions[self._rows].cpu().long() - self._policy.sinks
+        # Layers that keep all of a context have longer rows. Retained pages are full.
+        own = positions[self._rows]
+        used_pages = int((own[:, ::size] >= 0).sum(1).max())
+        token = own[:, : used_pages * size].cpu().long() - self._policy.sinks
         hot = (token >= 0) & (token < state.tokens)
         counts = hot.sum(1)
         place = token.new_zeros(len(token), int(counts.max()))

@@ -174,7 +174,9 @@ def read_tokens(
     """
     heads, size = heap.num_kv_heads, heap.layout.block_size
     rows = slice(layers.start * heads, layers.stop * heads)
-    held = owned.positions[rows]
+    # Other layers may keep all of a long context, and have longer rows.
+    width = int(owned.owned[rows].max()) * size
+    held = owned.positions[rows, :width]
     place = torch.arange(held.shape[1], device=held.device)
     used = place < owned.owned[rows, None] * size
     row, place = ((held >= positions.start) & (held < positions.stop) & used).nonzero(
