@@ -91,6 +91,7 @@ CODES: dict[str, str] = {
     "logged",
     "KVP118": "the layers of the model are not measured in the background; logged",
     "KVP119": "the environment variable KVP_CALIBRATE has an unknown value",
+    "KVP129": "check-policy: scores of a KV head depend on other heads",
     "KVP130": "check-policy: the policy does not drop tokens by a score",
     "KVP131": "check-policy: the policy runs probes, which need a model",
     "KVP132": "check-policy: `score` or `observe` raised an exception",

@@ -79,6 +79,21 @@ class Raises(Toy):
         return view.keys @ view.values
 
 
+class Means(Toy):
+    @property
+    def scores_heads_separately(self):
+        return True
+
+    def score(self, view):
+        return (
+            super()
+            .score(view)
+            .nan_to_num()
+            .mean(0, keepdim=True)
+            .expand(view.positions.shape)
+        )
+
+
 class ListObservation(Observation):
     """Returns a list, which ``pack`` cannot turn into tensors."""
 
@@ -104,6 +119,7 @@ BROKEN = {
     Stingy: "KVP137",
     Flat: "KVP139",
     Raises: "KVP132",
+    Means: "KVP129",
     Unpackable: "KVP138",
 }
 

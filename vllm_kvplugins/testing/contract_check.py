@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -248,7 +249,51 @@ def _violations(policy: KVCachePolicy, shape: Shape, seed: int) -> Iterator[str]
             "KVP136",
             "scores depend on slots that hold no token; mask them with view.valid",
         )
+    if policy.scores_heads_separately and policy.observation is None:
+        yield from _shared_heads(policy, view, score)
     yield from _budget_violations(score, valid, view.budget_tokens)
+
+
+def _shared_heads(
+    policy: KVCachePolicy, view: LayerView, score: torch.Tensor
+) -> Iterator[str]:
+    """A fault if the scores of a KV head change when the others are missing."""
+    for head, alone in enumerate(map(policy.score, _heads_alone(view))):
+        valid = view.positions[head] >= 0
+        # Shapes change the last bits of products.
+        close = torch.isclose(alone[0], score[head], rtol=0.02, atol=1e-4)
+        if not bool(close[valid].all()):
+            yield coded(
+                "KVP129",
+                "scores of a KV head depend on other heads, although "
+                "scores_heads_separately is True; ranks with other heads would keep "
+                "other tokens, so let it be False",
+            )
+            return
+
+
+def _heads_alone(view: LayerView) -> Iterator[LayerView]:
+    """Views of one KV head each, with its query heads."""
+    heads = len(view.positions)
+    group = len(view.queries) // heads
+    for head in range(heads):
+        own, asking = slice(head, head + 1), slice(head * group, (head + 1) * group)
+        weights = None
+        if view.load_output_weights is not None:
+            weights = partial(_part, view.output_weights, asking)
+        yield replace(
+            view,
+            positions=view.positions[own],
+            valid=None if view.valid is None else view.valid[own],
+            queries=view.queries[asking],
+            load_keys=partial(_part, view.keys, own),
+            load_values=partial(_part, view.values, own),
+            load_output_weights=weights,
+        )
+
+
+def _part(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    return tensor[rows]
 
 
 def _budget_violations(
