@@ -79,7 +79,7 @@ for argument in "$@"; do
   if [[ "$argument" == --all ]]; then tier=full; fi
 done
 if [[ "${KVP_TEST_TIER:-}" == all ]]; then tier=full; fi
-if [[ "$tier" == full ]]; then kvp_install_extra s3-tests; fi
+if [[ "$tier" == full ]]; then kvp_install_extra full-tests; fi
 
 SECONDS=0
 lint=0

@@ -137,7 +137,9 @@ class Engine:
             bare_impl(impl_cls, KV_HEADS, GROUP, HEAD_DIM) for _ in range(LAYERS)
         ]
         layers = {
-            str(i): SimpleNamespace(impl=impl, kv_cache=caches[i])
+            str(i): SimpleNamespace(
+                impl=impl, kv_cache=caches[i], kv_cache_dtype="auto"
+            )
             for i, impl in enumerate(self.impls)
         }
         self.context = WorkerContext(self.runtime)

@@ -15,7 +15,7 @@ BUCKET = "sessions"
 def s3_server() -> Iterator[dict[str, str]]:
     """The environment variables with which clients find the server.
 
-    Skips the test where moto or s3fs are missing; both are in the extra ``s3-tests``.
+    Skips the test where moto or s3fs are missing; both are in the extra ``full-tests``.
     """
     pytest.importorskip("s3fs", reason="install s3fs (extra dev)")
     server_module = pytest.importorskip("moto.server", reason="install moto[server]")
