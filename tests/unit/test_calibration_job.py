@@ -174,9 +174,11 @@ def test_two_processes_do_not_measure_one_model(files, tmp_path, jobs):
 
 # -- the end of the server -----------------------------------------------------
 
+# A process that a shell starts in the background ignores SIGINT, and so would this one.
 SERVER = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from vllm_kvplugins.calibration_job import JobFiles, start
 job = start(JobFiles(Path(sys.argv[1])), [sys.executable, "-c", sys.argv[2]])
 if sys.argv[3] == "ends":
