@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -116,18 +117,6 @@ class Compactor:
 # -- views of the cache ---------------------------------------------------------
 
 
-def once(read: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Call ``read`` on the first call only; ``functools.cache`` takes 20 us to make."""
-    result: list[torch.Tensor] = []
-
-    def read_once() -> torch.Tensor:
-        if not result:
-            result.append(read())
-        return result[0]
-
-    return read_once
-
-
 @dataclass(frozen=True, slots=True)
 class Views:
     """Makes the views of one worker's cache that policies read.
@@ -214,7 +203,7 @@ class Views:
             rotary=self.rotary,
             observed=observed,
             budget_tokens=budget_tokens,
-            load_keys=once(lambda: ordered(heap.keys(layer, pages))),
+            load_keys=cache(lambda: ordered(heap.keys(layer, pages))),
             load_values=lambda: ordered(heap.values(layer, pages)),
             page_votes=votes,
             rules=self.rules_of(layer),

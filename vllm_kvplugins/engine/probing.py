@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
-from vllm_kvplugins.engine.compactor import Views, once
+from vllm_kvplugins.engine.compactor import Views
 from vllm_kvplugins.engine.probe_attention import LocalLayer, dense_attention
 from vllm_kvplugins.engine.requests import PageList
 from vllm_kvplugins.ops.page_votes import VoteQueries, VoteSlots
@@ -236,7 +237,7 @@ class Prober:
             positions=positions,
             valid=None if cached.valid is None else positions >= 0,
             query_positions=own,
-            load_keys=once(lambda: torch.cat([cached.keys, own_keys], 1)),
+            load_keys=cache(lambda: torch.cat([cached.keys, own_keys], 1)),
             load_values=lambda: torch.cat([cached.values, own_values], 1),
             probe=part.probe,
             page_votes=votes,
