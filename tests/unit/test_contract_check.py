@@ -94,6 +94,13 @@ class Means(Toy):
         )
 
 
+class SmallMeans(Means):
+    """Scores as small as the attention to one of many tokens."""
+
+    def score(self, view):
+        return super().score(view) * 1e-9
+
+
 class ListObservation(Observation):
     """Returns a list, which ``pack`` cannot turn into tensors."""
 
@@ -120,6 +127,7 @@ BROKEN = {
     Flat: "KVP139",
     Raises: "KVP132",
     Means: "KVP129",
+    SmallMeans: "KVP129",
     Unpackable: "KVP138",
 }
 
