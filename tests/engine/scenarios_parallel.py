@@ -55,6 +55,26 @@ def on_ranks(model: str, ranks: int, policies: list[dict[str, Any] | None]) -> A
     return rows
 
 
+def _conversations(
+    model: str, policy: dict[str, Any], ranks: int, drafter: dict[str, Any] | None
+) -> tuple[Any, Driver, list[Talk]]:
+    """An engine, its driver, and a new conversation for each of ``LENGTHS``.
+
+    Args:
+        drafter: vLLM's setting, or None.
+    """
+    settings: dict[str, Any] = {}
+    if drafter is not None:
+        settings = {"disable_log_stats": False, "speculative_config": drafter}
+    llm = _parallel_llm(model, policy, ranks, **settings)
+    driver = Driver(llm)
+    talks = [
+        Talk(driver, name, seed, vocabulary=VOCABULARY)
+        for seed, name in enumerate(LENGTHS)
+    ]
+    return llm, driver, talks
+
+
 def drafted(
     model: str, ranks: int, cases: list[tuple[dict[str, Any], dict[str, Any] | None]]
 ) -> list[dict[str, Any]]:
@@ -71,15 +91,7 @@ def drafted(
     """
     rows = []
     for policy, drafter in cases:
-        settings = {"disable_log_stats": False} if drafter else {}
-        if drafter is not None:
-            settings["speculative_config"] = drafter
-        llm = _parallel_llm(model, policy, ranks, **settings)
-        driver = Driver(llm)
-        talks = [
-            Talk(driver, name, seed, vocabulary=VOCABULARY)
-            for seed, name in enumerate(LENGTHS)
-        ]
+        llm, driver, talks = _conversations(model, policy, ranks, drafter)
         accepted = []
         for turn in range(2):
             for talk in talks:
@@ -128,15 +140,7 @@ def turns(
         many were right; requests that the ranks still know.
     """
     had = len(list(Path(folder).glob("*/*.safetensors"))) if folder else 0
-    settings = {"disable_log_stats": False} if drafter else {}
-    if drafter is not None:
-        settings["speculative_config"] = drafter
-    llm = _parallel_llm(model, policy, ranks, **settings)
-    driver = Driver(llm)
-    talks = [
-        Talk(driver, name, seed, vocabulary=VOCABULARY)
-        for seed, name in enumerate(LENGTHS)
-    ]
+    llm, driver, talks = _conversations(model, policy, ranks, drafter)
     for talk, history in zip(talks, histories or [], strict=False):
         talk.prompt, talk.ends, talk.turn = history
     recomputed = []
