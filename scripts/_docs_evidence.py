@@ -223,6 +223,7 @@ def _figures(tests: Sequence[Comparison], shown: Sequence[Comparison]) -> str:
             own = [t for t in shown if (t.model, t.task) == (model, task)]
             if own:
                 where = f"{model}, " if several else ""
+                own.sort(key=lambda test: test.share or 0.0)
                 pairs = ", ".join(f"{_pair(t)}{_at(t)}" for t in own)
                 parts.append(f"{where}{NAMES[task]} {pairs}")
     return "; ".join(parts)
@@ -311,7 +312,7 @@ def _untested(models: Sequence[Model]) -> Iterator[str]:
 
 def _percents(shares: Sequence[float]) -> str:
     """``5, 10 and 20 %``; "" without shares."""
-    numbers = [percent(share).removesuffix(" %") for share in dict.fromkeys(shares)]
+    numbers = [percent(share).removesuffix(" %") for share in sorted({*shares})]
     return f"{_listed(numbers)} %" if numbers else ""
 
 
