@@ -6,7 +6,7 @@ import logging
 import shutil
 import threading
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import numpy as np
@@ -329,6 +329,19 @@ def test_a_cancelled_job_is_freed_at_once():
     assert not thread.close(0.01), "the first job still runs"
     go.set()
     wait_for(running.done)
+
+
+def test_nobody_waits_for_a_cancelled_job():
+    thread, go = FileThread("t"), threading.Event()
+    running = thread.submit(lambda: go.wait(20))
+    queued = thread.submit(lambda: None)
+    before = threading.Timer(0.2, lambda: thread.cancel(queued))
+    before.start()
+    assert wait([queued], timeout=20).done == {queued}  # cancelled in the meantime
+    assert wait([queued], timeout=0).done == {queued}
+    go.set()
+    wait_for(running.done)
+    assert thread.close(1)
 
 
 def test_a_job_that_has_ended_is_freed():

@@ -49,7 +49,7 @@ class FileThread:
         return future
 
     def cancel(self, future: Future[Any]) -> bool:
-        """Remove a job from the queue.
+        """Remove a job from the queue. Who waits for it waits no longer.
 
         Returns:
             False if it has started or ended.
@@ -58,7 +58,9 @@ class FileThread:
             for queued in self._jobs:
                 if queued[0] is future:
                     self._jobs.remove(queued)
-                    return future.cancel()
+                    future.cancel()
+                    # Without it, wait() does not see that a job was cancelled.
+                    return not future.set_running_or_notify_cancel()
         return False
 
     def close(self, timeout_s: float) -> bool:
