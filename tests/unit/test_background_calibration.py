@@ -264,8 +264,7 @@ def test_it_ends_with_the_engine(folder, cache, log, monkeypatch, way):
 
 
 def with_memory(monkeypatch, available: int, on_cpu: bool = True) -> None:
-    memory = SimpleNamespace(available=available)
-    monkeypatch.setattr(calibration.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(calibration, "available_bytes", lambda: available)
     platform = SimpleNamespace(is_cpu=lambda: on_cpu)
     monkeypatch.setattr(calibration, "current_platform", platform)
 

@@ -290,23 +290,21 @@ def test_vllm_plugins_can_leave_the_plugin_out(monkeypatch):
     assert checks.entry_point().status is Status.FAIL
 
 
-def test_cpu_flags_and_memory_are_read_within_a_container_limit(monkeypatch):
+def test_cpu_flags_are_those_of_the_first_core():
     assert checks.cpu_flags("model name : x\nflags\t\t: fpu avx2 amx_tile\n") == {
         "fpu",
         "avx2",
         "amx_tile",
     }
-    files = {
-        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  8388608 kB\n",
-        "/sys/fs/cgroup/memory.max": f"{4 << 30}\n",
-        "/sys/fs/cgroup/memory.current": f"{3 << 30}\n",
-    }
-    monkeypatch.setattr(checks, "_read", files.get)
-    assert checks.free_bytes() == 1 << 30
-    assert checks.memory().status is Status.WARN
-    files["/sys/fs/cgroup/memory.max"] = "max\n"
-    assert checks.free_bytes() == 8 << 30
-    assert checks.memory().status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("gib", "status"), [(1, checks.Status.WARN), (8, checks.Status.OK)]
+)
+def test_little_free_memory_is_a_warning(monkeypatch, gib, status):
+    monkeypatch.setattr(checks, "available_bytes", lambda: gib << 30)
+    assert checks.memory().status is status
+    assert f"{gib}.0 GiB" in checks.memory().detail
 
 
 # -- explain: what is wrong is said before an engine starts --------------------------

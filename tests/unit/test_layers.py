@@ -28,7 +28,7 @@ LAYERS = [
     "scoring plan",
     "model_config log_throttle default_model amounts calibration_job",
     "other_layers recurrent_states",
-    "errors",
+    "errors free_memory",
 ]
 LEVEL = {part: level for level, line in enumerate(LAYERS) for part in line.split()}
 # Import edges that remain to be removed, with the reason.

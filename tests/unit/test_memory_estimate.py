@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm_kvplugins.engine.retrieval import host_tier
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.vllm_adapter.config import memory_estimate
 from vllm_kvplugins.vllm_adapter.config.memory_estimate import host, pool
@@ -60,8 +61,8 @@ def test_weights_that_are_elsewhere_leave_nothing_to_estimate():
 
 
 def test_on_a_cpu_the_kv_cache_takes_from_host_memory(weights, monkeypatch):
-    free = SimpleNamespace(available=10 * GIB)
-    monkeypatch.setattr(memory_estimate.psutil, "virtual_memory", lambda: free)
+    for module in (memory_estimate, host_tier):
+        monkeypatch.setattr(module, "available_bytes", lambda: 10 * GIB)
     assert host(GIB, None, weights).num_bytes == 5 * GIB
     assert host(8 * GIB, None, weights).num_bytes == 2 * GIB - 3072
     assert host(20 * GIB, None, weights).num_bytes == 0

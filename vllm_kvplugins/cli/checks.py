@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from vllm_kvplugins import __version__
+from vllm_kvplugins.free_memory import available_bytes
 
 _ENTRY_POINT = "vllm_kvplugins.plugin:register"
 _GROUP = "vllm.general_plugins"
@@ -244,9 +245,7 @@ def compiled_ops() -> Check:
 
 def memory() -> Check:
     """Enough memory for a model and its cache is free."""
-    free = free_bytes()
-    if free is None:
-        return Check("free memory", Status.OK, "unknown on this system")
+    free = available_bytes()
     detail = f"{free / _GIB:.1f} GiB"
     if free < _ENOUGH_BYTES:
         return Check(
@@ -274,19 +273,6 @@ def instruction_set() -> Check:
         remedy = "vLLM's CPU kernels need at least AVX2; use another machine"
         return Check(name, Status.WARN, detail, remedy)
     return Check(name, Status.OK, detail)
-
-
-def free_bytes() -> int | None:
-    """Memory available to a new process, within the limit of a container."""
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo") or "", re.M)
-    if match is None:
-        return None
-    free = int(match[1]) * 1024
-    limit = (_read("/sys/fs/cgroup/memory.max") or "").strip()
-    used = (_read("/sys/fs/cgroup/memory.current") or "").strip()
-    if limit.isdigit() and used.isdigit():
-        free = min(free, max(int(limit) - int(used), 0))
-    return free
 
 
 def cpu_flags(cpuinfo: str) -> set[str]:

@@ -9,6 +9,7 @@ import torch
 
 from vllm_kvplugins.engine.heap import Heap, unscaled
 from vllm_kvplugins.engine.retrieval.pinned import PinnedArena
+from vllm_kvplugins.free_memory import available_bytes
 from vllm_kvplugins.index import Keys
 from vllm_kvplugins.ops.device import Reads
 from vllm_kvplugins.ops.hot_set import HostPages
@@ -316,7 +317,5 @@ def tier_for(policy: Retriever, heap: Heap, share: float) -> HostTier:
 
 
 def default_limit_bytes() -> int:
-    """Half of the memory that is free now."""
-    import psutil
-
-    return int(psutil.virtual_memory().available // 2)
+    """Half of the memory that this process can take now."""
+    return available_bytes() // 2

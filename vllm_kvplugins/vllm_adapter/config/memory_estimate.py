@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import psutil
-
 from vllm_kvplugins.engine.retrieval.host_tier import default_limit_bytes
 from vllm_kvplugins.errors import KVPolicyError, coded
+from vllm_kvplugins.free_memory import available_bytes, total_bytes
 from vllm_kvplugins.model_config import weights_bytes
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def host(pool_bytes: int, given: int | None, model: str) -> Memory:
     limit = default_limit_bytes()
     if not current_platform.is_cpu():
         return Memory(limit, "half of what is free")
-    free = psutil.virtual_memory().available - pool_bytes - (weights_bytes(model) or 0)
+    free = available_bytes() - pool_bytes - (weights_bytes(model) or 0)
     if free >= limit:
         return Memory(limit, "half of what is free")
     return Memory(max(free, 0), "what the KV cache and the weights leave free")
@@ -87,5 +86,5 @@ def _device_bytes() -> int:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        return int(psutil.virtual_memory().total)
+        return total_bytes()
     return int(current_platform.get_device_total_memory())

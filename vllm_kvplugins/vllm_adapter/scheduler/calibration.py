@@ -15,7 +15,6 @@ import weakref
 from subprocess import Popen
 from typing import Any
 
-import psutil
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -23,6 +22,7 @@ from vllm_kvplugins import calibration_job
 from vllm_kvplugins.budgets.profile_cache import cached_profile, job_files
 from vllm_kvplugins.calibration_job import JobFiles
 from vllm_kvplugins.errors import KVPolicyError, coded
+from vllm_kvplugins.free_memory import available_bytes
 from vllm_kvplugins.model_config import (
     ConfigOnlyModel,
     ModelFingerprint,
@@ -183,7 +183,7 @@ def _model_reasons(config: ConfigOnlyModel, fingerprint: ModelFingerprint) -> li
 
 
 def _memory_reason(needed: int, cache_bytes: int) -> str | None:
-    available = psutil.virtual_memory().available
+    available = available_bytes()
     if current_platform.is_cpu():
         available -= cache_bytes  # allocated, but not resident before it is used
     if available >= _MEMORY_FACTOR * needed:
