@@ -41,7 +41,7 @@ _ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
-    "PYTHONUNBUFFERED": "1",  # so that an error is behind what was printed before it
+    "PYTHONUNBUFFERED": "1",  # the error is the last line of the log
     "COLUMNS": "200",  # so that an error stays one line in the log
 }
 _REASON_LENGTH = 500

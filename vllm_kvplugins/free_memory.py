@@ -1,11 +1,11 @@
 """Host memory that this process may take, within the limits of its container.
 
-The operating system reports the memory of the whole machine, also to a container that
-may take only a part of it. A process that takes more is ended by the kernel. Control
-groups hold the limits: version 2 in one hierarchy, version 1 in one for memory. A limit
-of any ancestor holds, too.
+Linux reports the free memory of the whole machine, even inside a container that may
+take only a part of it. The kernel kills a process that exceeds its container's limit.
+Control groups hold the limits: version 2 in one hierarchy, version 1 in a hierarchy of
+its own for memory. The limits of all ancestors apply.
 
-On systems without control groups, all memory of the machine counts.
+Without control groups, all free memory of the machine counts.
 """
 
 from __future__ import annotations
@@ -34,36 +34,30 @@ _V2 = _Version(".", "memory.max", "memory.current", "inactive_file")
 
 
 def available_bytes(system: Path = Path("/")) -> int:
-    """Memory that can be taken now without swapping or exceeding a limit.
+    """Memory that this process can take now without swapping or exceeding a limit.
 
-    Pages of files that were not read lately count as free, as in the machine's figure.
+    Cached files that were not read lately count as free, because the kernel drops them
+    first.
 
     Args:
         system: root of the file system with ``proc`` and ``sys``.
     """
-    free = [limit - used for limit, used in _limits(system)]
-    return max(min([int(psutil.virtual_memory().available), *free]), 0)
+    return max(min([int(psutil.virtual_memory().available), *_free(system)]), 0)
 
 
-def total_bytes(system: Path = Path("/")) -> int:
-    """Memory of the machine, or the lowest limit on this process if that is lower."""
-    limits = [limit for limit, _ in _limits(system)]
-    return min([int(psutil.virtual_memory().total), *limits])
-
-
-def _limits(system: Path) -> Iterator[tuple[int, int]]:
-    """Limit and used bytes of each control group that has a limit."""
+def _free(system: Path) -> Iterator[int]:
+    """Bytes that each control group with a limit may still take; below 0 if none."""
     for version, group in _groups(system):
         limit, used = _number(group / version.limit), _number(group / version.usage)
         if limit is not None and used is not None:
-            yield limit, max(used - _reclaimable_bytes(group, version), 0)
+            yield limit - used + _reclaimable_bytes(group, version)
 
 
 def _groups(system: Path) -> Iterator[tuple[_Version, Path]]:
     """The groups of this process and their ancestors; some may not exist.
 
-    In a container, the path of version 1 may be that on the host, of which only the
-    end, the container's own group, is mounted: it is the root here.
+    Version 1 may show a container the path of its group on the host, while the
+    container sees its own group as the root. Only the root then exists here.
     """
     for line in (_text(system / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -137,14 +137,14 @@ class Group:
         return self.process.poll()
 
     def cpu_s(self) -> float:
-        """Processor time of the command and its children so far, also of ended ones."""
+        """Processor time of the command and its children, also of ended ones."""
         assert self.process is not None
         total = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):
             leader = psutil.Process(self.process.pid)
             for process in (leader, *leader.children(recursive=True)):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    # Its own, and that of children that it has waited for.
+                    # Its own time, and that of ended children that it has waited for.
                     total += sum(process.cpu_times()[:4])
         return total
 

@@ -335,9 +335,8 @@ def test_nobody_waits_for_a_cancelled_job():
     thread, go = FileThread("t"), threading.Event()
     running = thread.submit(lambda: go.wait(20))
     queued = thread.submit(lambda: None)
-    before = threading.Timer(0.2, lambda: thread.cancel(queued))
-    before.start()
-    assert wait([queued], timeout=20).done == {queued}  # cancelled in the meantime
+    threading.Timer(0.2, lambda: thread.cancel(queued)).start()
+    assert wait([queued], timeout=20).done == {queued}, "cancelled while it waited"
     assert wait([queued], timeout=0).done == {queued}
     go.set()
     wait_for(running.done)

@@ -49,7 +49,7 @@ class FileThread:
         return future
 
     def cancel(self, future: Future[Any]) -> bool:
-        """Remove a job from the queue. Who waits for it waits no longer.
+        """Remove a job from the queue, and wake the threads that wait for it.
 
         Returns:
             False if it has started or ended.
@@ -59,7 +59,7 @@ class FileThread:
                 if queued[0] is future:
                     self._jobs.remove(queued)
                     future.cancel()
-                    # Without it, wait() does not see that a job was cancelled.
+                    # Future.cancel() alone does not end concurrent.futures.wait().
                     return not future.set_running_or_notify_cancel()
         return False
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvplugins.engine.retrieval.host_tier import default_limit_bytes
 from vllm_kvplugins.errors import KVPolicyError, coded
-from vllm_kvplugins.free_memory import available_bytes, total_bytes
+from vllm_kvplugins.free_memory import available_bytes
 from vllm_kvplugins.model_config import weights_bytes
 
 if TYPE_CHECKING:
@@ -82,9 +82,7 @@ def host(pool_bytes: int, given: int | None, model: str) -> Memory:
 
 
 def _device_bytes() -> int:
-    """All memory of one device."""
+    """All memory of one device, on a CPU of one memory node, as vLLM counts it."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        return total_bytes()
     return int(current_platform.get_device_total_memory())
