@@ -3,11 +3,13 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <numeric>
 #include <random>
 #include <set>
 #include <vector>
 
+#include "kvp/bucket_sort.hpp"
 #include "kvp/hot_set.hpp"
 #include "kvp/votes.hpp"
 
@@ -22,6 +24,28 @@ void require(bool holds, const char* what) {
   if (holds) return;
   std::fprintf(stderr, "failed: %s\n", what);
   std::exit(1);
+}
+
+void test_sorting(std::mt19937& random) {
+  std::vector<std::uint64_t> room;
+  for (const std::size_t n : {0u, 1u, 31u, 32u, 300u, 5000u}) {
+    // Of all sizes; near each other but for one; the bits of votes, whose lower half is a slot.
+    for (const int kind : {0, 1, 2}) {
+      std::vector<std::uint64_t> values(n);
+      for (std::size_t i = 0; i < n; ++i) {
+        const std::uint64_t low = random(), high = random();
+        const auto vote = static_cast<float>(low % 1000) / 1000.0f;
+        values[i] = kind == 0   ? high << 32 | low
+                    : kind == 1 ? low % 64
+                                : std::uint64_t{kvp::index::bits_of(vote)} << 32 | i;
+      }
+      if (kind == 1 && n > 0) values[n / 2] = ~std::uint64_t{0};
+      std::vector<std::uint64_t> expected = values;
+      std::sort(expected.begin(), expected.end(), std::greater<>());
+      kvp::index::sort_largest_first(values, room);
+      require(values == expected, "numbers are sorted, largest first");
+    }
+  }
 }
 
 void test_exponential() {
@@ -205,6 +229,7 @@ int main() {
   std::printf("seed %u\n", kSeed);
   std::mt19937 random(kSeed);
   test_exponential();
+  test_sorting(random);
   for (const auto* kernels : kvp::runnable_kernels<kvp::index::VoteKernels>()) {
     test_kernels(*kernels, random);
   }

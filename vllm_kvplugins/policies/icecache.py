@@ -79,8 +79,8 @@ class IceCache(Retriever):
       whole pages, so neighbors fill most of the budget. ``fetch: "pages"`` does the
       same with the tree; it cuts the last page so that the hot slots are exactly full.
 
-    Cost: per step and selecting layer, about ``max_visits`` products of keys and
-    queries. Per prompt, building the indices.
+    Cost: per step and selecting layer, products of queries with about ``max_visits``
+    keys and, with codes, an eighth of all keys. Per prompt, building the indices.
     """
 
     name: ClassVar[str] = "icecache"
@@ -110,10 +110,11 @@ class IceCache(Retriever):
         description="What to fetch: the best keys (tokens), or their whole pages as in "
         "the paper (pages).",
     )
-    max_visits: int = Field(
-        default=1024,
+    max_visits: int | None = Field(
+        default=None,
         ge=0,
-        description="Approximate number of keys that a query visits; 0: all.",
+        description="Approximate number of keys in pages that a query visits; 0: all; "
+        "null: 512 by codes, 1024 in the tree.",
     )
     lazy_index: bool = Field(
         default=False,
@@ -192,13 +193,14 @@ class IceCache(Retriever):
         if self.index == "device":
             return CodeScan(num_kv_heads, head_dim)
         if self.index == "codes" or (self.index == "auto" and self.fetch == "tokens"):
-            return CodedIndex(num_kv_heads, head_dim, max_visits=self.max_visits)
+            visits = 512 if self.max_visits is None else self.max_visits
+            return CodedIndex(num_kv_heads, head_dim, max_visits=visits)
         tree = DCIIndex(
             num_kv_heads,
             head_dim,
             self.page_tokens,
             promotion=self.promotion,
-            max_visits=self.max_visits,
+            max_visits=1024 if self.max_visits is None else self.max_visits,
             seed=self.seed,
         )
         return TreePages(tree) if self.fetch == "pages" else tree

@@ -7,10 +7,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "kvp/brute_force.hpp"
+#include "kvp/bucket_sort.hpp"
 #include "kvp/code_index.hpp"
 #include "kvp/dci_tree.hpp"
 #include "kvp/index_common.hpp"
@@ -136,7 +136,7 @@ class Votes {
   std::int64_t sorted(std::int64_t count, std::int64_t* slots) {
     const auto found =
         std::min<std::int64_t>(count, static_cast<std::int64_t>(candidates_.size()));
-    std::sort(candidates_.begin(), candidates_.end(), std::greater<>());
+    sort_largest_first(candidates_, sorting_);
     for (std::int64_t i = 0; i < found; ++i) {
       slots[i] = 0xffffffffu -
                  static_cast<std::uint32_t>(candidates_[static_cast<std::size_t>(i)]);
@@ -174,7 +174,7 @@ class Votes {
 
   std::vector<float> votes_;
   std::vector<std::int32_t> touched_;  // slots with a vote
-  std::vector<std::uint64_t> candidates_;
+  std::vector<std::uint64_t> candidates_, sorting_;
   std::vector<float> logits_;
   const std::vector<std::int32_t>* listed_ = nullptr;
   std::vector<float> sums_;  // of listed keys
