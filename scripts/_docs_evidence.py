@@ -15,7 +15,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 sys.path.append(str(ROOT / "benchmarks" / "quality"))
 
 import _path  # noqa: E402, F401
-from _evidence_report import MIB, name_of, percent, shares_of, tables  # noqa: E402
+from _evidence_report import (  # noqa: E402
+    MIB,
+    name_of,
+    percent,
+    shares_of,
+    speed_tables,
+    tables,
+)
 from _evidence_samples import KL, MULTIKEY, PASSKEY  # noqa: E402
 from _evidence_verdicts import (  # noqa: E402
     MIN_CONTEXTS,
@@ -39,6 +46,11 @@ def _models() -> list[Model]:
 def evidence_tables() -> str:
     """Tables of all models."""
     return tables(_models())
+
+
+def evidence_speed() -> str:
+    """Speed of all policies and models, with spreads."""
+    return speed_tables(_models())
 
 
 def summary() -> str:

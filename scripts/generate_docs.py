@@ -15,6 +15,7 @@ A page marks each generated part with two comments:
     verdict POLICY   what the evidence shows about a policy, by paired tests
     evidence-summary, evidence-headline   the best policies; a bullet of the README
     evidence         tables of the evidence; publish_evidence.py updates its rows
+    evidence-speed   the same rows: speed next to stock vLLM, with spreads
     imports          import graph of the package, from its source
     matrix           tested configurations, from the tests' ``proves`` marks
     tested KIND      tested architectures or requests, by policy, from the same marks
@@ -90,6 +91,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "auto": auto.tables,
     "verdict": evidence.verdict,
     "evidence": evidence.evidence_tables,
+    "evidence-speed": evidence.evidence_speed,
     "evidence-summary": evidence.summary,
     "evidence-headline": evidence.headline,
     "figures": figures.list_of,

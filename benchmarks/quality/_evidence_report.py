@@ -43,6 +43,8 @@ def cells_of(file: Path) -> Model:
     cells, unfinished, mixed = [], [], []
     for (label, share), cell_rows in groups.items():
         cell = _cell(label, share, cell_rows, samples)
+        if label == STOCK:
+            cell |= _stock_speed(rows)
         missing = _missing(cell_rows, samples) if "refused" not in cell else []
         unfinished += [f"{_shown(label, share)}: {text}" for text in missing]
         settings = {json.dumps(row["policy"]) for row in answered(cell_rows)}
@@ -61,6 +63,13 @@ def cells_of(file: Path) -> Model:
         "mixed": mixed,
         "cells": cells,
     }
+
+
+def _stock_speed(rows: Sequence[Row]) -> Cell:
+    """Stock vLLM's speed in the rounds of all policies; empty if there are none."""
+    rounds = [row for row in answered(rows) if row["task"] == SPEED]
+    fields = ("first_token_ms", "tokens_per_s") if rounds else ()
+    return {field: [row[f"stock_{field}"] for row in rounds] for field in fields}
 
 
 def _samples(rows: Sequence[Row], task: str) -> list[list[str]]:
@@ -204,7 +213,7 @@ def by_policy(model: Model) -> dict[str, dict[float | None, Cell]]:
 
 
 def tables(models: Sequence[Model]) -> str:
-    """Per model: scores and memory, one line per policy; speed; what is missing."""
+    """Per model: scores, memory and speed, a line per policy; what is missing."""
     return "\n\n".join("\n".join(_section(model)) for model in models) + "\n"
 
 
@@ -220,12 +229,11 @@ def _section(model: Model) -> Iterator[str]:
     yield from (f"### {model['model']}", "", f"At {at} of the context.", "")
     counts_of = [len(model["samples"][task]) for task in (PASSKEY, MULTIKEY)]
     keys = (f"pass key, of {counts_of[0]}", f"key of 16, of {counts_of[1]}")
-    scores = (*keys, "KL, nats", "device MiB", "host MiB")
+    scores = (*keys, "KL, nats", "device MiB", "host MiB", "first token s", "tokens/s")
     rows = [
         (label, *_values(cells, shares)) for label, cells in by_policy(model).items()
     ]
     yield from table(("policy", *scores), rows)
-    yield from _speed_table(model)
     yield ""
     yield from _remarks(model)
     commits = ", ".join(sorted({c for cell in model["cells"] for c in cell["commits"]}))
@@ -235,23 +243,28 @@ def _section(model: Model) -> Iterator[str]:
     )
 
 
-def _speed_table(model: Model) -> Iterator[str]:
-    """First token and tokens per second, at the shares where they were measured."""
-    timed = [cell for cell in model["cells"] if "tokens_per_s" in cell]
-    if not timed:
-        return
-    shares = sorted({cell["share"] for cell in timed if cell["share"] is not None})
-    labels = {cell["label"] for cell in timed}
-    rows = [
-        (label, *_speeds(cells, shares))
-        for label, cells in by_policy(model).items()
-        if label in labels
+def speed_tables(models: Sequence[Model]) -> str:
+    """Per model and share: first token and tokens per second, also next to stock's."""
+    parts = [
+        "\n".join(lines)
+        for model in models
+        for share in shares_of(model)
+        if (lines := list(_speed_table(model, share)))
     ]
-    at = " · ".join(percent(share) for share in shares)
-    yield (
-        f"\nMedian (smallest..largest) of rounds in turns with stock vLLM, one request "
-        f"alone, at {at}:\n"
-    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _speed_table(model: Model, share: float) -> Iterator[str]:
+    """Median and range of the rounds; nothing if there are none."""
+    rows = [
+        (label, *_speeds(cell))
+        for label, cells in by_policy(model).items()
+        for at, cell in cells.items()
+        if "tokens_per_s_ratio" in cell and at in (None, share)
+    ]
+    if not rows:
+        return
+    yield from (f"### {model['model']}, {percent(share)} of the context", "")
     head = ("policy", "first token ms", "/ stock's", "tokens/s", "/ stock's")
     yield from table(head, rows)
 
@@ -268,16 +281,18 @@ def _values(cells: dict[float | None, Cell], shares: Sequence[float]) -> Iterato
     yield _joined(cells, shares, lambda cell: _divergence(cell.get(KL)))
     for field in ("device_bytes", "host_bytes"):
         yield _joined(cells, shares, lambda cell, field=field: _mib(cell.get(field)))
+    for field, unit in (("first_token_ms", 1e3), ("tokens_per_s", 1.0)):
+        yield _joined(
+            cells,
+            shares,
+            lambda cell, field=field, unit=unit: _median(cell.get(field), unit),
+        )
 
 
-def _speeds(cells: dict[float | None, Cell], shares: Sequence[float]) -> Iterator[str]:
+def _speeds(cell: Cell) -> Iterator[str]:
     for field, form in (("first_token_ms", "{:.0f}"), ("tokens_per_s", "{:.1f}")):
-        for name, shown in ((field, form), (f"{field}_ratio", "{:.2f}")):
-            yield _joined(
-                cells,
-                shares,
-                lambda cell, name=name, shown=shown: _spread(cell.get(name), shown),
-            )
+        yield _spread(cell[field], form)
+        yield _spread(cell[f"{field}_ratio"], "{:.2f}")
 
 
 def _joined(
@@ -322,9 +337,11 @@ def _mib(num_bytes: float | None) -> str:
     return f"{num_bytes / MIB:.1f}" if num_bytes else "0"
 
 
-def _spread(values: Sequence[float] | None, pattern: str) -> str:
-    if not values:
-        return MISSING
+def _median(values: Sequence[float] | None, unit: float) -> str:
+    return MISSING if not values else f"{statistics.median(values) / unit:.1f}"
+
+
+def _spread(values: Sequence[float], pattern: str) -> str:
     low, high = pattern.format(min(values)), pattern.format(max(values))
     return f"{pattern.format(statistics.median(values))} ({low}..{high})"
 

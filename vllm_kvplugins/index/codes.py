@@ -42,7 +42,7 @@ class CodedIndex(CompiledIndex):
         head_dim: int,
         page_size: int = 16,
         *,
-        max_visits: int = 512,
+        max_visits: int = 1024,
         segment: int = 2048,
         flat_keys: int = 4096,
     ) -> None:

@@ -110,11 +110,10 @@ class IceCache(Retriever):
         description="What to fetch: the best keys (tokens), or their whole pages as in "
         "the paper (pages).",
     )
-    max_visits: int | None = Field(
-        default=None,
+    max_visits: int = Field(
+        default=1024,
         ge=0,
-        description="Approximate number of keys in pages that a query visits; 0: all; "
-        "null: 512 by codes, 1024 in the tree.",
+        description="Approximate number of keys that a query visits; 0: all.",
     )
     lazy_index: bool = Field(
         default=False,
@@ -193,14 +192,13 @@ class IceCache(Retriever):
         if self.index == "device":
             return CodeScan(num_kv_heads, head_dim)
         if self.index == "codes" or (self.index == "auto" and self.fetch == "tokens"):
-            visits = 512 if self.max_visits is None else self.max_visits
-            return CodedIndex(num_kv_heads, head_dim, max_visits=visits)
+            return CodedIndex(num_kv_heads, head_dim, max_visits=self.max_visits)
         tree = DCIIndex(
             num_kv_heads,
             head_dim,
             self.page_tokens,
             promotion=self.promotion,
-            max_visits=1024 if self.max_visits is None else self.max_visits,
+            max_visits=self.max_visits,
             seed=self.seed,
         )
         return TreePages(tree) if self.fetch == "pages" else tree

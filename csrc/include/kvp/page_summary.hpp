@@ -5,9 +5,8 @@
 //
 //     q . mean + kDeviations * sqrt(sum of q[d]^2 * variance[d])
 //
-// The mean alone misses pages with one good key among others. With the second term, a search
-// that visits 256 keys finds as much as one by means that visits 1024
-// (docs/research/key-index.md).
+// The mean alone misses pages with one good key among others. The second term finds more in
+// fewer pages (docs/research/key-index.md).
 //
 // Variances are of (key[d] - mean[d]) / width[d], with the widths of the space of keys, so
 // that large keys do not overflow.
