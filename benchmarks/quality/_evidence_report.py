@@ -43,8 +43,6 @@ def cells_of(file: Path) -> Model:
     cells, unfinished, mixed = [], [], []
     for (label, share), cell_rows in groups.items():
         cell = _cell(label, share, cell_rows, samples)
-        if label == STOCK:
-            cell |= _stock_speed(rows)
         missing = _missing(cell_rows, samples) if "refused" not in cell else []
         unfinished += [f"{_shown(label, share)}: {text}" for text in missing]
         settings = {json.dumps(row["policy"]) for row in answered(cell_rows)}
@@ -63,13 +61,6 @@ def cells_of(file: Path) -> Model:
         "mixed": mixed,
         "cells": cells,
     }
-
-
-def _stock_speed(rows: Sequence[Row]) -> Cell:
-    """Stock vLLM's speed in the rounds of all policies; empty if there are none."""
-    rounds = [row for row in answered(rows) if row["task"] == SPEED]
-    fields = ("first_token_ms", "tokens_per_s") if rounds else ()
-    return {field: [row[f"stock_{field}"] for row in rounds] for field in fields}
 
 
 def _samples(rows: Sequence[Row], task: str) -> list[list[str]]:
@@ -229,11 +220,12 @@ def _section(model: Model) -> Iterator[str]:
     yield from (f"### {model['model']}", "", f"At {at} of the context.", "")
     counts_of = [len(model["samples"][task]) for task in (PASSKEY, MULTIKEY)]
     keys = (f"pass key, of {counts_of[0]}", f"key of 16, of {counts_of[1]}")
-    scores = (*keys, "KL, nats", "device MiB", "host MiB", "first token s", "tokens/s")
+    scores = (*keys, "KL, nats", "device MiB", "host MiB")
+    speeds = ("first token / stock's", "tokens/s / stock's")
     rows = [
         (label, *_values(cells, shares)) for label, cells in by_policy(model).items()
     ]
-    yield from table(("policy", *scores), rows)
+    yield from table(("policy", *scores, *speeds), rows)
     yield ""
     yield from _remarks(model)
     commits = ", ".join(sorted({c for cell in model["cells"] for c in cell["commits"]}))
@@ -260,7 +252,7 @@ def _speed_table(model: Model, share: float) -> Iterator[str]:
         (label, *_speeds(cell))
         for label, cells in by_policy(model).items()
         for at, cell in cells.items()
-        if "tokens_per_s_ratio" in cell and at in (None, share)
+        if "tokens_per_s" in cell and at in (None, share)
     ]
     if not rows:
         return
@@ -281,12 +273,8 @@ def _values(cells: dict[float | None, Cell], shares: Sequence[float]) -> Iterato
     yield _joined(cells, shares, lambda cell: _divergence(cell.get(KL)))
     for field in ("device_bytes", "host_bytes"):
         yield _joined(cells, shares, lambda cell, field=field: _mib(cell.get(field)))
-    for field, unit in (("first_token_ms", 1e3), ("tokens_per_s", 1.0)):
-        yield _joined(
-            cells,
-            shares,
-            lambda cell, field=field, unit=unit: _median(cell.get(field), unit),
-        )
+    for field in ("first_token_ms_ratio", "tokens_per_s_ratio"):
+        yield _joined(cells, shares, lambda cell, field=field: _median(cell.get(field)))
 
 
 def _speeds(cell: Cell) -> Iterator[str]:
@@ -337,8 +325,8 @@ def _mib(num_bytes: float | None) -> str:
     return f"{num_bytes / MIB:.1f}" if num_bytes else "0"
 
 
-def _median(values: Sequence[float] | None, unit: float) -> str:
-    return MISSING if not values else f"{statistics.median(values) / unit:.1f}"
+def _median(values: Sequence[float] | None) -> str:
+    return MISSING if not values else f"{statistics.median(values):.2f}"
 
 
 def _spread(values: Sequence[float], pattern: str) -> str:

@@ -156,27 +156,25 @@ def divided(keys: torch.Tensor) -> torch.Tensor:
 
 
 def heads_of(model: str, text: str, tokens: int, most: int) -> Iterator[Head]:
-    """KV heads of every second layer from the fourth on."""
+    """KV heads of layers from the third on, evenly spaced: layers differ much."""
     from real_keys import capture
 
-    found = 0
-    for queries, keys in capture(model, text, tokens + 2 * RESIDENT, QUERIES)[4::2]:
-        for head in range(len(keys)):
-            if found == most:
-                return
-            found += 1
-            own = keys[head, RESIDENT : RESIDENT + tokens]
-            starts = range(0, tokens - SEGMENT + 1, SEGMENT)
-            pages = torch.cat([at + divided(own[at : at + SEGMENT]) for at in starts])
-            scaled = queries[head].transpose(0, 1) * own.shape[1] ** -0.5
-            yield Head(own, pages, scaled)
+    layers = capture(model, text, tokens + 2 * RESIDENT, QUERIES)[2:]
+    count = min(most, len(layers))
+    for i in range(count):
+        queries, keys = layers[i * len(layers) // count]
+        head = i % len(keys)
+        own = keys[head, RESIDENT : RESIDENT + tokens]
+        starts = range(0, tokens - SEGMENT + 1, SEGMENT)
+        pages = torch.cat([at + divided(own[at : at + SEGMENT]) for at in starts])
+        yield Head(own, pages, queries[head].transpose(0, 1) * own.shape[1] ** -0.5)
 
 
 def main(
     model: Annotated[str, typer.Argument(help="model folder")],
     text: Annotated[Path, typer.Argument(help="a text file")],
     tokens: Annotated[int, typer.Option(min=SEGMENT)] = 6144,
-    heads: Annotated[int, typer.Option(min=1)] = 9,
+    heads: Annotated[int, typer.Option(min=1)] = 14,
 ) -> None:
     """Print how much attention the best tokens of the chosen pages get."""
     data = list(heads_of(model, text.read_text(), tokens, heads))

@@ -10,10 +10,9 @@ class CodedIndex(CompiledIndex):
 
     A query scores codes: those of all keys while there are fewer than ``flat_keys``,
     else those of the best pages and of the newest keys. A page has sixteen similar
-    keys and is ranked by the best key that it may have: the mean of its keys and three
-    standard deviations along the query. From 64K keys on, a query first chooses the
-    best quarter of the groups of sixteen pages. All queries of a KV head read the codes
-    once, and no keys. Scores are therefore rounded to about 1 %.
+    keys and is ranked by the code of their mean. From 64K keys on, a query first
+    chooses the best quarter of the groups of sixteen pages. All queries of a KV head
+    read the codes once, and no keys. Scores are therefore rounded to about 1 %.
 
     Args:
         num_heads: KV heads.
@@ -21,18 +20,16 @@ class CodedIndex(CompiledIndex):
         page_size: keys per page of :meth:`query_pages`, in the order of insertion.
         max_visits: approximate number of keys in pages whose codes a query scores,
             unless the query states its own; 0 scores all keys exactly.
-        segment: keys that are divided into pages together, a multiple of sixteen. The
-            newest keys are divided in quarters of a segment, until there are four.
-            Above 32K keys, segments are merged when at least 256 keys are added at
-            once.
+        segment: keys that are divided into pages together, a multiple of sixteen. Above
+            32K keys, segments are merged when at least 256 keys are added at once.
         flat_keys: number of keys below which codes are not divided into pages.
 
     Raises:
         ValueError: a setting is out of range.
         RuntimeError: the extension is not built, or KVP_OPS=torch forbids it.
 
-    Cost: about ``1.1 * head_dim + 8`` bytes per key. A query O(n * head_dim) byte
-    multiply-adds below ``flat_keys``, above it an eighth of that and
+    Cost: about ``head_dim + 8`` bytes per key. A query O(n * head_dim) byte
+    multiply-adds below ``flat_keys``, above it a sixteenth of that and
     ``max_visits * head_dim``. Building O(n * head_dim * log2(segment)).
     """
 

@@ -79,8 +79,8 @@ class IceCache(Retriever):
       whole pages, so neighbors fill most of the budget. ``fetch: "pages"`` does the
       same with the tree; it cuts the last page so that the hot slots are exactly full.
 
-    Cost: per step and selecting layer, products of queries with about ``max_visits``
-    keys and, with codes, an eighth of all keys. Per prompt, building the indices.
+    Cost: per step and selecting layer, about ``max_visits`` products of keys and
+    queries. Per prompt, building the indices.
     """
 
     name: ClassVar[str] = "icecache"

@@ -2,8 +2,8 @@
 //
 // Short contexts are scanned: codes take a quarter of the bytes of float32 keys, lie in
 // order, and are read once for all queries of a KV head. Long contexts are divided into
-// pages of sixteen similar keys, segment by segment as keys arrive. A query scans the
-// summaries of the pages (if there are many, only in the best groups of pages), visits the
+// pages of sixteen similar keys, segment by segment as keys arrive. A query scans the codes
+// of the pages' means (if there are many, only in the best groups of pages), visits the
 // best pages, and scans the keys behind the last segment.
 //
 //     rows   [ segment 0: pages | segment 1: pages | ... | keys not in pages yet ]
@@ -27,7 +27,6 @@
 #include "kvp/index_common.hpp"
 #include "kvp/key_codes.hpp"
 #include "kvp/key_view.hpp"
-#include "kvp/page_summary.hpp"
 #include "kvp/rank_kernels.hpp"
 #include "kvp/top_k.hpp"
 
@@ -45,15 +44,12 @@ class CodeIndex {
       : settings_(settings),
         code_kernels_(&select_kernels<CodeKernels>()),
         rank_kernels_(&select_kernels<RankKernels>()),
-        summary_kernels_(&select_kernels<SummaryKernels>()),
         exact_(arena, settings, kernels, head),
         first_rows_(arena),
         codes_(arena),
-        pages_(arena),
+        means_(arena),
         groups_(arena),
-        starts_(arena) {
-    variance_space_.set_unit(settings.head_dim);
-  }
+        starts_(arena) {}
 
   std::int64_t num_keys() const { return exact_.num_keys(); }
   std::int64_t num_pages() const { return exact_.num_pages(); }
@@ -97,10 +93,9 @@ class CodeIndex {
     if (!coded(options)) return exact_.query_ns(options);
     std::int64_t scored = num_keys();
     if (paged() > 0) {
-      const std::int64_t pages = pages_.size();
-      scored =
-          std::max(options.max_visits, options.count) + num_keys() - paged() +
-          2 * (pages < kGroupedPages ? pages : groups_.size() + pages / kGroupShare);
+      const std::int64_t means = means_.size();
+      scored = std::max(options.max_visits, options.count) + num_keys() - paged() +
+               (means < kGroupedPages ? means : groups_.size() + means / kGroupShare);
     }
     return 12'000 + rows_ns(scored, settings_.head_dim, 8);
   }
@@ -110,7 +105,7 @@ class CodeIndex {
     const std::int64_t dims = settings_.head_dim, after = num_keys() + n;
     std::int64_t in_new_pages = 0;
     if (after >= settings_.flat_keys) {
-      in_new_pages = (after - paged()) / small_segment() * small_segment();
+      in_new_pages = (after - paged()) / settings_.segment * settings_.segment;
     }
     return rows_ns(n, dims, 500) + rows_ns(in_new_pages, dims, 1000);
   }
@@ -122,11 +117,10 @@ class CodeIndex {
   std::int64_t find(const float* queries, std::int64_t group,
                     const QueryOptions& options, std::int64_t wanted,
                     CodeScratch& scratch) const {
-    encode_queries(space_, queries, group, scratch.queries);
+    encode_queries(space_, queries, group, scratch);
     const std::int32_t* list = nullptr;
     std::int64_t blocks = codes_.blocks(), visits = num_keys();
     if (paged() > 0) {
-      encode_squares(spaces(), queries, group, scratch);
       choose_pages(group, std::max(options.max_visits, wanted), scratch);
       visits = static_cast<std::int64_t>(scratch.blocks.size()) * kCodeBlock +
                num_keys() - paged();
@@ -136,8 +130,7 @@ class CodeIndex {
       list = scratch.blocks.data();
       blocks = static_cast<std::int64_t>(scratch.blocks.size());
     }
-    score_keys(group, list, blocks, scratch);
-    collect_best(group, visits, wanted, scratch);
+    collect_best(codes_, group, list, blocks, visits, wanted, scratch);
     scratch.slots.resize(scratch.found.size());
     for (std::size_t i = 0; i < scratch.found.size(); ++i) {
       const auto at = static_cast<std::uint32_t>(scratch.found[i]);
@@ -154,8 +147,7 @@ class CodeIndex {
     const auto at = static_cast<std::size_t>(g);
     const float* scores = scratch.scores.data() + g * scratch.stride;
     for (std::size_t i = 0; i < scratch.found.size(); ++i) {
-      logits[i] = scratch.queries.steps[at] * scores[scratch.found[i]] +
-                  scratch.queries.offsets[at];
+      logits[i] = scratch.steps[at] * scores[scratch.found[i]] + scratch.offsets[at];
     }
   }
 
@@ -168,7 +160,7 @@ class CodeIndex {
     float* logits = at_least(scratch.sample, scratch.scored / step + 1);
     std::int64_t n = 0;
     for (std::int64_t i = 0; i < scratch.scored; i += step) {
-      logits[n] = scratch.queries.steps[at] * scores[i] + scratch.queries.offsets[at];
+      logits[n] = scratch.steps[at] * scores[i] + scratch.offsets[at];
       n += scores[i] < scratch.thresholds[at];
     }
     return n;
@@ -188,7 +180,7 @@ class CodeIndex {
     std::int64_t n = 0;
     for (std::int64_t i = 0; i < found; ++i) {
       const float score = scores[scratch.found[static_cast<std::size_t>(i)]];
-      logits[n] = scratch.queries.steps[at] * score + scratch.queries.offsets[at];
+      logits[n] = scratch.steps[at] * score + scratch.offsets[at];
       slots[n] = scratch.slots[static_cast<std::size_t>(i)];
       n += score >= threshold;
     }
@@ -250,9 +242,9 @@ class CodeIndex {
   friend struct CodeBreaker;  // tests damage an index to see that the checks report it
 
   static constexpr std::int64_t kRowsAtATime = 1024;
-  // Segments grow beyond settings.segment only when as many keys arrive together, because
-  // it takes long for one step of generation, and only in long contexts: in shorter ones,
-  // keys that are near each other make better pages.
+  // Segments are merged only when as many keys arrive together, because it takes long for
+  // one step of generation, and only in long contexts: in shorter ones, keys that are near
+  // each other make better pages.
   static constexpr std::int64_t kManyKeys = 256, kMergedKeys = 32768;
   static constexpr std::int64_t kMerged = 4, kLargestSegment = 32768;
   // From so many pages on, a quarter of the groups of sixteen pages is looked into.
@@ -301,40 +293,32 @@ class CodeIndex {
     return segment_stop(i) - starts_[i];
   }
 
-  // The newest keys are in pages of segments of this size, until there are four.
-  std::int64_t small_segment() const {
-    const std::int64_t small = settings_.segment / kMerged;
-    return small % kCodeBlock == 0 ? small : settings_.segment;
-  }
-
-  // Puts the keys behind the last segment into pages.
-  void divide(bool may_grow) {
+  // Puts the keys behind the last segment into pages, `segment` keys at a time.
+  void divide(bool may_merge) {
     const std::int64_t had = paged_;
-    while (codes_.size() - paged_ >= small_segment()) {
+    while (codes_.size() - paged_ >= settings_.segment) {
       starts_.push(paged_);
-      paged_ += small_segment();
+      paged_ += settings_.segment;
     }
-    if (paged_ == had) return;
-    const bool grows = may_grow && paged_ > kMergedKeys;
-    const std::int64_t changed =
-        std::min(had, merge(had, grows ? kLargestSegment : settings_.segment));
+    std::int64_t changed = had;
+    if (may_merge && paged_ > kMergedKeys) changed = std::min(had, merge(had));
     for (std::int64_t i = starts_.size(); i-- > 0 && starts_[i] >= changed;) {
       divide_segment(starts_[i], segment_size(i));
     }
-    summarize(changed);
+    if (changed < paged_) update_means(changed);
   }
 
-  // Four segments of one size become one, up to `largest`, until there are no four. Fewer
-  // pages then hold the best keys if similar keys are far apart.
+  // Four segments of one size become one, up to kLargestSegment, until there are no four.
+  // Fewer pages then hold the best keys if similar keys are far apart.
   //
   // Args: had: keys that are in pages. Returns the first row of the first merged segment;
   // from there on, the keys are in the order of arrival.
-  std::int64_t merge(std::int64_t had, std::int64_t largest) {
+  std::int64_t merge(std::int64_t had) {
     const std::vector<std::int64_t> old(starts_.data(),
                                         starts_.data() + starts_.size());
     std::int64_t changed = paged_;
     for (std::int64_t i = 0; i + kMerged <= starts_.size();) {
-      if (kMerged * segment_size(i) > largest || !four_equal(i)) {
+      if (!four_equal(i)) {
         ++i;
         continue;
       }
@@ -353,10 +337,11 @@ class CodeIndex {
 
   bool four_equal(std::int64_t first) const {
     const std::int64_t size = segment_size(first);
+    bool equal = kMerged * size <= kLargestSegment;
     for (std::int64_t i = first + 1; i < first + kMerged; ++i) {
-      if (segment_size(i) != size) return false;
+      equal = equal && segment_size(i) == size;
     }
-    return true;
+    return equal;
   }
 
   // Puts keys that are in the order of arrival into pages.
@@ -372,73 +357,52 @@ class CodeIndex {
     codes_.permute(first, order.data(), n);
   }
 
-  SummarySpaces spaces() const { return {space_, variance_space_}; }
-
-  // Summaries of the pages from a row on, and of the groups of these pages.
-  void summarize(std::int64_t first) {
-    const std::int64_t dims = settings_.head_dim, from = first / kCodeBlock,
-                       count = (paged_ - first) / kCodeBlock;
-    std::vector<float> rows(static_cast<std::size_t>(kCodeBlock * dims)),
-        means(static_cast<std::size_t>(count * dims)), variances(means.size());
-    for (std::int64_t i = 0; i < count; ++i) {
-      for (std::int64_t j = 0; j < kCodeBlock; ++j) {
-        codes_.decode(space_, first + i * kCodeBlock + j, rows.data() + j * dims);
-      }
-      float* mean = means.data() + i * dims;
-      measure_page(space_, rows.data(), kCodeBlock, mean, variances.data() + i * dims);
-      for (std::int64_t d = 0; d < dims; ++d) mean[d] += space_.center()[d];
+  // Means of the pages from a row on, and of the groups of these pages.
+  void update_means(std::int64_t first) {
+    for (std::int64_t page = first / kCodeBlock; page < paged_ / kCodeBlock; ++page) {
+      put_mean(codes_, page, means_);
     }
-    for (std::int64_t i = 0; i < count; ++i) {
-      pages_.put(spaces(), from + i, means.data() + i * dims,
-                 variances.data() + i * dims);
-    }
-    for (std::int64_t i = from / kCodeBlock; (i + 1) * kCodeBlock <= pages_.size();
-         ++i) {
-      summarize_group(i);
+    for (std::int64_t i = first / (kCodeBlock * kCodeBlock);
+         (i + 1) * kCodeBlock <= means_.size(); ++i) {
+      put_mean(means_, i, groups_);
     }
   }
 
-  // The keys of a group vary as the means of its pages do, and around these.
-  void summarize_group(std::int64_t group) {
-    const std::int64_t dims = settings_.head_dim;
-    std::vector<float> means(static_cast<std::size_t>(kCodeBlock * dims)),
-        variances(means.size()), mean(static_cast<std::size_t>(dims)),
-        variance(mean.size());
+  // Row `block` of `means` becomes the mean of a block of codes.
+  void put_mean(const KeyCodes& codes, std::int64_t block, KeyCodes& means) const {
+    const auto dims = static_cast<std::size_t>(settings_.head_dim);
+    std::vector<float> mean(space_.center(), space_.center() + dims), row(dims);
     for (std::int64_t i = 0; i < kCodeBlock; ++i) {
-      pages_.get(spaces(), group * kCodeBlock + i, means.data() + i * dims,
-                 variances.data() + i * dims);
+      codes.decode(space_, block * kCodeBlock + i, row.data());
+      for (std::size_t d = 0; d < dims; ++d) {
+        mean[d] += row[d] / static_cast<float>(kCodeBlock);
+      }
     }
-    measure_page(space_, means.data(), kCodeBlock, mean.data(), variance.data());
-    for (std::int64_t i = 0; i < kCodeBlock * dims; ++i) {
-      variance[static_cast<std::size_t>(i % dims)] +=
-          variances[static_cast<std::size_t>(i)] / static_cast<float>(kCodeBlock);
-    }
-    groups_.put(spaces(), group, mean.data(), variance.data());
+    means.put(space_, block, mean.data());
   }
 
-  // Sets scratch.blocks to the pages that may have the best keys of any query. Of many
-  // pages, only those in the best groups are looked at.
+  // Sets scratch.blocks to the pages whose means are best for any query. Of many pages,
+  // only those in the best groups are scored.
   void choose_pages(std::int64_t group, std::int64_t max_visits,
                     CodeScratch& scratch) const {
-    const std::int64_t wanted = (max_visits + kCodeBlock - 1) / kCodeBlock;
-    std::int64_t blocks = pages_.blocks(), n = pages_.size();
+    const std::int64_t pages = (max_visits + kCodeBlock - 1) / kCodeBlock;
+    std::int64_t blocks = means_.blocks(), n = means_.size();
     const std::int32_t* list = nullptr;
     if (n >= kGroupedPages) {
-      const std::int64_t groups = groups_.size();
-      score_summaries(groups_, group, nullptr, groups_.blocks(), scratch);
-      collect_best(group, groups, std::max(groups / kGroupShare, wanted), scratch);
-      // A group is a block of summaries. The last block may have no group yet.
+      const std::int64_t groups = groups_.size(),
+                         wanted = std::max(groups / kGroupShare, pages);
+      collect_best(groups_, group, nullptr, groups_.blocks(), groups, wanted, scratch);
+      // A group is a block of means. The last block may have no group yet.
       scratch.groups.swap(scratch.found);
       n = static_cast<std::int64_t>(scratch.groups.size()) * kCodeBlock;
       if (blocks > groups) {
         scratch.groups.push_back(static_cast<std::int32_t>(groups));
-        n += pages_.size() - groups * kCodeBlock;
+        n += means_.size() - groups * kCodeBlock;
       }
       list = scratch.groups.data();
       blocks = static_cast<std::int64_t>(scratch.groups.size());
     }
-    score_summaries(pages_, group, list, blocks, scratch);
-    collect_best(group, n, wanted, scratch);
+    collect_best(means_, group, list, blocks, n, pages, scratch);
     scratch.blocks.swap(scratch.found);
     if (list == nullptr) return;
     for (std::int32_t& page : scratch.blocks) {
@@ -447,31 +411,17 @@ class CodeIndex {
     }
   }
 
-  void score_summaries(const PageSummaries& summaries, std::int64_t group,
-                       const std::int32_t* list, std::int64_t blocks,
-                       CodeScratch& scratch) const {
-    summaries.score(*code_kernels_, *summary_kernels_, group, list, blocks, scratch);
-  }
-
-  // scratch.scores [group][stride] = scores of the keys in the listed blocks, or in all
-  // without a list.
-  void score_keys(std::int64_t group, const std::int32_t* list, std::int64_t blocks,
-                  CodeScratch& scratch) const {
+  // Scores the first n rows of the listed blocks. Sets scratch.found to those that are among
+  // the best `enough` of any query, or a little behind.
+  void collect_best(const KeyCodes& codes, std::int64_t group, const std::int32_t* list,
+                    std::int64_t blocks, std::int64_t n, std::int64_t enough,
+                    CodeScratch& scratch) const {
     const std::int64_t stride = scratch.stride = blocks * kCodeBlock;
+    scratch.scored = n;
     float* scores = at_least(scratch.scores, group * stride);
     const std::uint8_t** memory = at_least(scratch.memory, blocks);
-    codes_.point(list, blocks, memory);
-    code_kernels_->score(
-        codes_.run(scratch.queries, group, memory, blocks, scores, stride));
-  }
-
-  // Sets scratch.found to those of the first n scores that are among the best `enough` of
-  // any query, or a little behind.
-  void collect_best(std::int64_t group, std::int64_t n, std::int64_t enough,
-                    CodeScratch& scratch) const {
-    const std::int64_t stride = scratch.stride;
-    const float* scores = scratch.scores.data();
-    scratch.scored = n;
+    codes.point(list, blocks, memory);
+    code_kernels_->score(codes.run(scratch, group, memory, blocks, scores, stride));
     scratch.found.resize(static_cast<std::size_t>(n + kPadding));
     scratch.thresholds.resize(static_cast<std::size_t>(group));
     scratch.counts.resize(static_cast<std::size_t>(group));
@@ -488,13 +438,12 @@ class CodeIndex {
   Settings settings_;
   const CodeKernels* code_kernels_;
   const RankKernels* rank_kernels_;
-  const SummaryKernels* summary_kernels_;
   BruteForce exact_;
-  CodeSpace space_, variance_space_;
+  CodeSpace space_;
   Array<float> first_rows_;  // until there are kFitKeys
   KeyCodes codes_;  // of all keys
-  PageSummaries pages_;
-  PageSummaries groups_;  // of sixteen pages each
+  KeyCodes means_;  // of all pages
+  KeyCodes groups_;  // means of sixteen pages each
   Array<std::int64_t> starts_;  // first row of each segment
   std::int64_t paged_ = 0;
 };

@@ -16,6 +16,10 @@
 
 #include "kvp/code_kernels.hpp"
 
+#if defined(KVP_X86)
+#define KVP_TARGET_AVX2_WITHOUT_FMA __attribute__((target("avx2")))
+#endif
+
 namespace kvp::index {
 
 // Some rows [..][dims] of a matrix; dims is a multiple of eight.

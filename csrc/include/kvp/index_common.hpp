@@ -43,18 +43,12 @@ struct QueryOptions {
   std::int64_t count = 0;  // keys that the caller takes of a vote
 };
 
-// Codes of the queries of a KV head, see encode_queries.
-struct EncodedQueries {
-  std::vector<std::int8_t> codes;  // [group][quads * 4]
-  std::vector<std::int32_t> biases;  // [group]
-  std::vector<float> steps, offsets;  // [group]
-};
-
 // Buffers of a search by codes, see code_index.hpp.
 struct CodeScratch {
-  EncodedQueries queries;
-  EncodedQueries squares;  // of the queries, element by element
-  std::vector<float> scores, spreads, squared, sample, thresholds;
+  std::vector<std::int8_t> queries;  // [group][quads * 4]
+  std::vector<std::int32_t> biases;  // [group]
+  std::vector<float> steps, offsets;  // [group], see encode_queries
+  std::vector<float> scores, sample, thresholds;
   std::vector<std::int64_t> counts;
   std::vector<const std::uint8_t*> memory;  // of the blocks that are scored
   std::vector<std::int32_t> groups, blocks, found, slots, candidates, ranks;

@@ -37,13 +37,6 @@ class CodeSpace {
   const float* widths() const { return width_.data(); }
   const float* inverse_widths() const { return inverse_width_.data(); }
 
-  // Codes values as they are.
-  void set_unit(std::int64_t dims) {
-    center_.assign(static_cast<std::size_t>(dims), 0.0f);
-    width_.assign(center_.size(), 1.0f);
-    inverse_width_ = width_;
-  }
-
   // Measures rows [n][dims], n >= 1.
   void fit(const float* rows, std::int64_t n, std::int64_t dims) {
     center_.resize(static_cast<std::size_t>(dims));
@@ -74,18 +67,18 @@ class CodeSpace {
   std::vector<float> center_, width_, inverse_width_;
 };
 
-// Encodes queries [group][dims]. With the score that a kernel computes,
-// query . key ~ steps[g] * score + offsets[g].
+// Writes the codes of queries [group][dims] to scratch. With the score that a kernel
+// computes, query . key ~ steps[g] * score + offsets[g].
 inline void encode_queries(const CodeSpace& space, const float* queries,
-                           std::int64_t group, EncodedQueries& out) {
+                           std::int64_t group, CodeScratch& scratch) {
   const std::int64_t dims = space.dims(), padded = space.quads() * kQuad;
-  out.codes.assign(static_cast<std::size_t>(group * padded), 0);
-  out.biases.resize(static_cast<std::size_t>(group));
-  out.steps.resize(static_cast<std::size_t>(group));
-  out.offsets.resize(static_cast<std::size_t>(group));
+  scratch.queries.assign(static_cast<std::size_t>(group * padded), 0);
+  scratch.biases.resize(static_cast<std::size_t>(group));
+  scratch.steps.resize(static_cast<std::size_t>(group));
+  scratch.offsets.resize(static_cast<std::size_t>(group));
   for (std::int64_t g = 0; g < group; ++g) {
     const float* query = queries + g * dims;
-    std::int8_t* code = out.codes.data() + g * padded;
+    std::int8_t* code = scratch.queries.data() + g * padded;
     float peak = 0.0f, offset = 0.0f;
     for (std::int64_t d = 0; d < dims; ++d) {
       peak = std::max(peak, std::fabs(query[d] * space.width(d)));
@@ -98,10 +91,9 @@ inline void encode_queries(const CodeSpace& space, const float* queries,
           static_cast<std::int8_t>(std::lrint(query[d] * space.width(d) * inverse));
       sum += code[d];
     }
-    const auto at = static_cast<std::size_t>(g);
-    out.biases[at] = -kZeroCode * sum;
-    out.steps[at] = peak / kLargestQueryCode;
-    out.offsets[at] = offset;
+    scratch.biases[static_cast<std::size_t>(g)] = -kZeroCode * sum;
+    scratch.steps[static_cast<std::size_t>(g)] = peak / kLargestQueryCode;
+    scratch.offsets[static_cast<std::size_t>(g)] = offset;
   }
 }
 
@@ -198,10 +190,10 @@ class KeyCodes {
   }
 
   // What a kernel needs to score some blocks.
-  CodeRun run(const EncodedQueries& queries, std::int64_t group,
+  CodeRun run(const CodeScratch& scratch, std::int64_t group,
               const std::uint8_t* const* blocks, std::int64_t count, float* scores,
               std::int64_t stride) const {
-    return {blocks, count,  quads_, queries.codes.data(), queries.biases.data(),
+    return {blocks, count,  quads_, scratch.queries.data(), scratch.biases.data(),
             group,  scores, stride};
   }
 

@@ -26,8 +26,6 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #define KVP_X86 1
 #define KVP_TARGET_AVX2 __attribute__((target("avx2,fma")))
-// For results that are those of the baseline, bit for bit.
-#define KVP_TARGET_AVX2_WITHOUT_FMA __attribute__((target("avx2")))
 #define KVP_TARGET_AVX512 \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #define KVP_TARGET_AVX512_BF16 \
