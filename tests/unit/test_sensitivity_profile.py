@@ -105,6 +105,7 @@ def test_shipped_profiles_are_sound_and_of_different_models():
     paths = profiles.shipped_profiles()
     assert [path.name for path in paths] == [
         "qwen2.5-coder-0.5b-instruct.json",
+        "qwen2.5-coder-1.5b-instruct.json",
         "smollm2-135m-instruct.json",
     ]
     for path in paths:
