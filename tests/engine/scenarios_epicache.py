@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
 from driver import Driver, make_llm
 from scenarios_sessions import counts, finish, settle
@@ -179,7 +179,7 @@ def part_of_a_chat(
 
     Args:
         messages: of the conversation so far; None: about two topics.
-        folder: where sessions are stored.
+        folder: URL of the place where sessions are stored.
         drops: drop all caches at the end.
 
     Returns:
@@ -216,7 +216,9 @@ def part_of_a_chat(
         """Wait for the threads of the front end or the scheduler."""
         deadline = time.monotonic() + 20
         while True:
-            found = len(list(Path(folder).glob("*/*.clustering.safetensors")))
+            store, path = fsspec.core.url_to_fs(folder, use_listings_cache=False)
+            names = store.find(path) if store.exists(path) else ()
+            found = sum(name.endswith(".clustering.safetensors") for name in names)
             if found == count or time.monotonic() > deadline:
                 return found
             time.sleep(0.01)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import runners
 from harness import engine_environment, run_scenario
 from live_server import metric, post, serving
+from s3_server import BUCKET, s3_server
 from texts import two_topics
 from tiers import tiered
 
@@ -188,11 +190,16 @@ def test_chats_are_routed(model_path):
 
 
 @pytest.mark.slow  # test_clusterings.py and test_chat_clusterings.py have no engine
-@pytest.mark.parametrize("place", ["session_dir", "session_url"])
+@pytest.mark.parametrize("place", ["session_dir", "session_url", "s3"])
 def test_an_episode_is_restored_after_a_restart(model_path, tmp_path, place):
     """With its clustering, although the conversation has grown since."""
     pytest.importorskip("sentence_transformers")
-    url = f"file://{tmp_path}"
+    with s3_server() if place == "s3" else nullcontext():
+        url = f"s3://{BUCKET}/x" if place == "s3" else f"file://{tmp_path}"
+        restart_between_turns(model_path, tmp_path, place, url)
+
+
+def restart_between_turns(model_path, tmp_path, place, url):
     folder = (
         {"session_dir": str(tmp_path)}
         if place == "session_dir"
@@ -203,7 +210,7 @@ def test_an_episode_is_restored_after_a_restart(model_path, tmp_path, place):
     arguments: dict[str, Any] = {
         "model": model_path,
         "policy": POLICY | folder | episodes | {"longest_patched_prompt": 64},
-        "folder": str(tmp_path),
+        "folder": url,
     }
     fruit = "Which fruit ripens in the orchard?"
     first = run_scenario(

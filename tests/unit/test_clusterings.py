@@ -8,6 +8,7 @@ import random
 import stat
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from fake_encoder import TOPICS, BagOfWords, speak
 from replica import FaultyStorage, talk
+from s3_server import BUCKET, s3_server
 from waiting import wait_for
 
 from vllm_kvplugins.episodes.routing import EpisodeRouter, Route
@@ -109,11 +111,20 @@ def names(storage: SessionStorage) -> list[str]:
 # -- restarts and replicas -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["directory", "object store"])
-def test_a_restarted_router_routes_as_the_one_before(tmp_path, kind, request):
-    storage: SessionStorage = in_folder(tmp_path)
-    if kind == "object store":
-        storage = open_storage(f"memory://c/{tmp_path.name}", "folder")
+@pytest.mark.parametrize(
+    "kind", ["directory", "memory", pytest.param("s3", marks=pytest.mark.slow)]
+)
+def test_a_restarted_router_routes_as_the_one_before(tmp_path, kind):
+    with s3_server() if kind == "s3" else nullcontext():
+        root = f"s3://{BUCKET}" if kind == "s3" else "memory://c"
+        routes_as_before(
+            in_folder(tmp_path)
+            if kind == "directory"
+            else open_storage(f"{root}/{tmp_path.name}", "folder")
+        )
+
+
+def routes_as_before(storage: SessionStorage) -> None:
     first = Server(storage)
     before = first.ask(HISTORY)
     assert before.clustered
