@@ -242,6 +242,20 @@ def test_the_faster_policy_is_better_among_equals():
     assert ask(rows, "chat", memory=14)["policy"] == "near"
 
 
+def test_speeds_within_the_noise_count_as_equal():
+    policies = {"lean": (1.01, 0.5), "fast": (1.05, 1.0)}  # speed, host memory
+    rows = content(
+        *(
+            cell(name, 0.2, 15, 0.1, host_share=host, tokens_per_s_ratio=speed)
+            for name, (speed, host) in policies.items()
+        ),
+        **{name: contract(turns=True) for name in policies},
+    )
+    assert ask(rows, "chat", memory=14)["policy"] == "lean"
+    rows["models"][0]["cells"][1]["tokens_per_s_ratio"] = 1.07
+    assert ask(rows, "chat", memory=14)["policy"] == "fast"
+
+
 def test_policies_that_lose_too_many_keys_are_left_out():
     assert ask(ROWS, "document", 14, host_memory=0, min_score=0.7)["policy"] == "drop"
     result = ask(ROWS, "document", 14, host_memory=0, min_score=0.75)

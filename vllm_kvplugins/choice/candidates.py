@@ -13,6 +13,9 @@ from vllm_kvplugins.choice.requests import Request, Workload
 _BLOCK_STEP, _LARGEST_BLOCK = 256, 2048
 # Divergences that differ by less count as equal; means of 20 samples vary by more.
 _EQUAL_KL_NATS = 0.01
+# Speeds, as shares of stock's, that differ by less count as equal; medians of three
+# rounds vary by more.
+_EQUAL_SPEED = 0.05
 TASKS = {
     Workload.DOCUMENT: (PASSKEY, MULTIKEY),
     Workload.CHAT: (KL,),
@@ -122,8 +125,12 @@ def _ranked(
     def divergence(option: Option) -> float:
         return option.cell.mean(KL) or 0.0
 
+    def slowness(option: Option) -> float:
+        return -evidence.speed_of(option.cell.policy)
+
     found = _ranks(map(keys, options), 0.0)
     far = _ranks(map(divergence, options), _EQUAL_KL_NATS)
+    slow = _ranks(map(slowness, options), _EQUAL_SPEED)
     score: dict[Workload, Callable[[Option], float]] = {
         Workload.DOCUMENT: lambda o: found[keys(o)],
         Workload.CHAT: lambda o: far[divergence(o)],
@@ -135,7 +142,7 @@ def _ranked(
             o.prefill_block is not None,
             score[workload](o),
             o.cell.device_share,
-            -evidence.speed_of(o.cell.policy),
+            slow[slowness(o)],
             o.cell.host_share,
             o.cell.policy,
         ),

@@ -1,4 +1,4 @@
-// Sorts a few hundred numbers faster than std::sort.
+// Sorts a few hundred numbers by buckets.
 #pragma once
 
 #include <algorithm>
@@ -8,10 +8,9 @@
 
 namespace kvp::index {
 
-// Sorts values, largest first: into buckets of equal width, and then each bucket. Takes a
-// quarter of the time of std::sort for the votes of 300 keys.
+// Sorts values, largest first: into buckets of equal width, and then each bucket.
 //
-// Args: room: gets the values in no order that matters.
+// Args: room: scratch memory.
 inline void sort_largest_first(std::vector<std::uint64_t>& values,
                                std::vector<std::uint64_t>& room) {
   constexpr std::size_t kFew = 32, kBuckets = 512;
