@@ -9,6 +9,8 @@ import runners
 from draft_models import drafter
 from harness import run_scenario
 
+from vllm_kvplugins.sessions.inspection import list_files, open_folders
+
 pytestmark = pytest.mark.engine
 
 # over SnapKV, whose window of 64 tokens is two blocks
@@ -77,20 +79,23 @@ def test_in_a_small_pool_and_little_memory(tiny_model, recomputed, tmp_path):
 def test_after_a_restart(tiny_model, recomputed, tmp_path):
     policy = FLOW | {"session_dir": str(tmp_path)}
     before = talks(tiny_model, policy, questions=QUESTIONS[:3])
-    # by size, so that the truncated file is of a first turn: names are hashes
-    files = sorted(
-        tmp_path.glob("*/*.safetensors"), key=lambda file: file.stat().st_size
-    )
+    folders = open_folders(str(tmp_path))
+    files = list_files(folders)
     assert len(files) == 18
-    files[0].write_bytes(b"something else")
-    (files[0].parent / "foreign.r0of1.safetensors").write_bytes(b"x" * 100)
+    # The first turn of a conversation, which its later turns need.
+    first = min(files, key=lambda file: (bool(file.sources), file.tokens))
+    (damaged,) = tmp_path.glob(f"*/{first.name}")
+    damaged.write_bytes(b"something else")
+    (damaged.parent / "foreign.r0of1.safetensors").write_bytes(b"x" * 100)
     after = talks(
         tiny_model, policy, questions=QUESTIONS[3:], histories=before["histories"]
     )
     joined = [a + b for a, b in zip(before["answers"], after["answers"], strict=True)]
     assert joined == recomputed["answers"]
-    assert max(computed(after, QUESTIONS[3:])) <= 1, "the files lack queries"
-    assert after["counts"]["hits"] == 12
+    again = sorted(computed(after, QUESTIONS[3:]))
+    assert again[-1] > 100, "its conversation is computed again"
+    assert again[-2] <= 1, "the files lack queries"
+    assert (after["counts"]["hits"], after["counts"]["misses"]) == (11, 1)
     assert after["counts"]["failures"] == 0, "found at the scan of the directory"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
-from token_pool import Pool
+from token_pool import Pool, num_bytes
 
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions.commands import Session, Tokens
@@ -137,6 +137,9 @@ class Replica:
             clock=lambda: self.now + time.monotonic(),
         )
         self._requests = 0
+        self._continued: tuple[str, str] | None = (
+            None  # by the last request, until it is saved
+        )
 
     def step(self) -> None:
         commands = self.directory.take_commands()
@@ -157,16 +160,23 @@ class Replica:
             self.directory.remove_stored(session_id)
 
     def save(self, owner: str, tokens: Tokens, at: int = 0) -> str | None:
-        """The cache of a request that has ended; its ID, or None if it is refused."""
+        """The cache of a request that has ended; its ID, or None if it is refused.
+
+        It is the request that asked last, if that one continued a session.
+        """
         self._requests += 1
-        request = f"saved{self._requests}"
+        request, continued = f"saved{self._requests}", None
+        if self._continued is not None:
+            name, continued = self._continued
+            self.pool.continued[request] = self.pool.continued.pop(name)
+            self._continued = None
         span = BlockSpan(0, at // BLOCK)
         compaction = Compaction(at, span, span) if at else None
         session_id = new_id(owner, tokens)
         n = len(tokens)
-        session = Session(session_id, owner, tokens, compaction, tokens.nbytes, n)
+        session = Session(session_id, owner, tokens, compaction, num_bytes(tokens), n)
         self.pool.caches[request] = tokens
-        if not self.directory.save(session, request, ()):
+        if not self.directory.save(session, request, (), continued):
             return None
         self.replicas.add_known(session_id)
         self.step()
@@ -204,6 +214,7 @@ class Replica:
         self.directory.load(match, request, len(prompt), ())
         self.step()
         restored = self.pool.restored.pop(request)
+        self._continued = request, match.session.session_id
         assert (restored == prompt[: len(restored)]).all(), "another session's cache"
         return restored
 

@@ -4,25 +4,52 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.sessions.commands import Tokens
+from vllm_kvplugins.sessions.deltas import Lineage, PageFormat
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot, HeapPart
 
-PAGE = 64
+BLOCK = 4  # tokens of a page
+TOKEN_BYTES = 4
 
 
 def snapshot(tokens: Tokens, compaction: Compaction | None) -> CacheSnapshot:
-    """Pages that consist of the tokens whose cache they are."""
+    """Pages that consist of the tokens whose cache they are.
+
+    A compaction keeps everything, but in another order, as compactions do.
+    """
+    kept = len(compaction.retained) * BLOCK if compaction else 0
+    order = torch.from_numpy(np.random.default_rng(len(tokens)).permutation(kept))
+    padded = np.zeros(-(-len(tokens) // BLOCK) * BLOCK, np.int32)
+    padded[: len(tokens)] = tokens
+    cache = torch.from_numpy(padded).view(torch.uint8).view(-1, TOKEN_BYTES)
     part = HeapPart(
-        counts=torch.zeros(1, dtype=torch.int64),
-        positions=torch.zeros(1, 0, dtype=torch.int32),
-        retained=torch.zeros(0, PAGE, dtype=torch.uint8),
-        tail=torch.from_numpy(tokens.copy()).view(torch.uint8)[None],
+        counts=torch.tensor([kept // BLOCK]),
+        positions=order.int()[None],
+        retained=cache[:kept][order].reshape(-1, BLOCK * TOKEN_BYTES),
+        tail=cache[kept:].reshape(-1, BLOCK * TOKEN_BYTES).clone(),
         layout="l",
     )
     return CacheSnapshot(len(tokens), compaction, (part,))
+
+
+def num_bytes(tokens: Tokens) -> int:
+    """Bytes of a snapshot."""
+    return -(-len(tokens) // BLOCK) * BLOCK * TOKEN_BYTES
+
+
+def tokens_of(saved: CacheSnapshot) -> Tokens:
+    """The tokens of which a snapshot consists."""
+    (part,) = saved.parts
+    kept = part.positions.shape[1]
+    cache = torch.cat([part.retained.flatten(), part.tail.flatten()])
+    found = cache.view(-1, TOKEN_BYTES).clone()
+    found[part.positions[0].long()] = cache.view(-1, TOKEN_BYTES)[:kept]
+    ids: Tokens = found.flatten().view(torch.int32).numpy()[: saved.tokens]
+    return ids
 
 
 class Pool:
@@ -31,25 +58,36 @@ class Pool:
     Attributes:
         caches: tokens of the requests that end in this step.
         restored: tokens that each request got.
+        continued: what each request has continued.
     """
 
     def __init__(self) -> None:
         self.caches: dict[str, Tokens] = {}
         self.restored: dict[str, Tokens] = {}
+        self.continued: dict[str, Lineage] = {}
         self.fails = False
 
     def save(self, request: str, compaction: Any, *arguments: Any) -> CacheSnapshot:
         if self.fails:
             raise MemoryError("none left")
-        return snapshot(self.caches.pop(request), compaction)
+        saved = snapshot(self.caches.pop(request), compaction)
+        saved.lineage = self.continued.pop(request, None)
+        return saved
 
     def restore(
         self, request: str, prompt: int, saved: CacheSnapshot, tokens: int, *rest: Any
     ) -> None:
         if self.fails:
             raise MemoryError("none left")
-        cache = saved.parts[0].tail.reshape(-1).view(torch.int32).numpy()
-        self.restored[request] = cache[:tokens].copy()
+        self.restored[request] = tokens_of(saved)[:tokens].copy()
+        slots = tuple(part.slots for part in saved.parts)
+        self.continued[request] = Lineage(
+            saved.file, tokens, saved.tokens, saved.compaction, slots
+        )
+
+    def page_formats(self) -> tuple[PageFormat, ...]:
+        elements = torch.arange(BLOCK * TOKEN_BYTES).view(BLOCK, TOKEN_BYTES)
+        return (PageFormat("l", elements),)
 
     def mismatch(self, saved: CacheSnapshot) -> str | None:
         return None

@@ -22,7 +22,7 @@ from vllm_kvplugins.sessions import tensor_file
 from vllm_kvplugins.sessions.commands import Session
 from vllm_kvplugins.sessions.directory import MAX_WAIT_S, SessionDirectory
 from vllm_kvplugins.sessions.file_thread import FileThread
-from vllm_kvplugins.sessions.files import SessionFolder
+from vllm_kvplugins.sessions.files import FoundSession, SessionFolder
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot
 from vllm_kvplugins.sessions.store import SessionStore
 
@@ -165,7 +165,7 @@ def test_old_sessions_leave_memory_before_new_ones_are_copied(tmp_path):
 
 def test_a_request_does_not_wait_for_a_disk_that_never_answers(tmp_path):
     engine = Engine(tmp_path)
-    engine.directory.add_file(talk(1), 0.0, SIZE)
+    engine.directory.add_files([FoundSession(talk(1), 0.0, SIZE)])
     prompt = np.append(talk(1).tokens, 7).astype(np.int32)
     match = next(engine.directory.find("o", prompt))
     assert engine.directory.fetch(match, "r")

@@ -442,6 +442,9 @@ class Caches:
     def mismatch(self, saved):
         return None
 
+    def page_formats(self):
+        return ()
+
     def discard(self, saved):
         """A session without memory to free."""
 

@@ -359,8 +359,7 @@ class Engine:
         self.directory = SessionDirectory(
             10_000, ranks=ranks, writes=True, other_disk_bytes=self.scan.other_bytes
         )
-        for found in self.scan.sessions:
-            self.directory.add_file(found.session, found.age_s, found.file_bytes)
+        self.directory.add_files(self.scan.sessions)
 
     def step(self) -> None:
         commands = self.directory.take_commands()

@@ -14,6 +14,7 @@ import pytest
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions.commands import Session, SessionAck
 from vllm_kvplugins.sessions.directory import SessionDirectory
+from vllm_kvplugins.sessions.files import FoundSession
 from vllm_kvplugins.sessions.index import SessionIndex
 from vllm_kvplugins.sessions.records import Match
 
@@ -279,8 +280,8 @@ def test_the_oldest_session_expires_next():
     clock = [1000.0]
     directory = SessionDirectory(10, max_age_s=5, clock=lambda: clock[0], writes=True)
     assert directory.seconds_to_expiry() is None
-    directory.add_file(session("s", tokens(1, 2, 3)), 3.0, 1)
-    directory.add_file(session("t", tokens(4, 5, 6)), 0.0, 1)
+    first = FoundSession(session("s", tokens(1, 2, 3)), 3.0, 1)
+    directory.add_files([first, FoundSession(session("t", tokens(4, 5, 6)), 0.0, 1)])
     for gone in ("s", "t"):
         clock[0] += directory.seconds_to_expiry()
         directory.expire()
@@ -327,7 +328,7 @@ def two_on_disk(memory_bytes: int = 2) -> SessionDirectory:
     """A directory with the sessions s and t of 2 bytes, in files."""
     directory = SessionDirectory(memory_bytes, writes=True)
     for name, ids in (("s", tokens(1, 2, 3)), ("t", tokens(4, 5, 6))):
-        directory.add_file(session(name, ids, size=2), 0.0, 2)
+        directory.add_files([FoundSession(session(name, ids, size=2), 0.0, 2)])
     return directory
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from token_pool import Pool
+from token_pool import Pool, num_bytes
 
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions import tensor_file
@@ -45,6 +45,7 @@ class Machine:
         self.responds.set()
         self.full = False
         self.hits = 0
+        self.deltas = 0
         self.start()
 
     def start(self) -> None:
@@ -63,8 +64,7 @@ class Machine:
             max_age_s=MAX_AGE_S,
             clock=lambda: self.now,
         )
-        for found in scan.sessions:
-            self.directory.add_file(found.session, found.age_s, found.file_bytes)
+        self.directory.add_files(scan.sessions)
 
     def step(self) -> None:
         commands = self.directory.take_commands()
@@ -83,6 +83,10 @@ class Machine:
 
     expected: dict[str, Tokens]
 
+    def num_deltas(self) -> int:
+        """How many files need others, as far as the directory knows."""
+        return sum(bool(entry.sources) for entry in self.directory._entries.values())
+
     # -- operations ---------------------------------------------------------------
 
     def request(self) -> None:
@@ -96,10 +100,12 @@ class Machine:
         self.number += 1
         name = f"r{self.number}"
         self.expected = {name: prompt}
-        match = next(self.directory.find(owner, prompt), None)
+        match, continued = next(self.directory.find(owner, prompt), None), None
         if match is not None and match.ready:
             assert match.session.owner == owner
             self.directory.load(match, name, len(prompt), ())
+            continued = match.session.session_id
+            self.step()  # the worker learns what it continues before it ends
         elif match is not None:
             self.directory.fetch(match, name)
             self.step()
@@ -112,9 +118,11 @@ class Machine:
         span = BlockSpan(0, at // 4)
         compaction = Compaction(at, span, span) if at else None
         name_of = f"s{self.number}"
-        done = Session(name_of, owner, prompt, compaction, prompt.nbytes, len(prompt))
-        self.directory.save(done, name, ())
+        size = num_bytes(prompt)
+        done = Session(name_of, owner, prompt, compaction, size, len(prompt))
+        self.directory.save(done, name, (), continued)
         self.step()
+        self.deltas += self.num_deltas()
         self.pool.caches.clear()
 
     def wait_for_reads(self) -> None:
@@ -259,5 +267,6 @@ def test_any_operations_and_faults_give_no_wrong_token(tmp_path, caplog):
                 machine.directory.check_integrity()
         machine.finish()
     counts = machine.directory.counts
-    print(machine.hits, counts)
+    print(machine.hits, machine.deltas, counts)
+    assert machine.deltas > OPERATIONS / 100
     assert machine.hits > OPERATIONS / 100

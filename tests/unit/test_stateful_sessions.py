@@ -46,6 +46,8 @@ class Worker:
         self.files: set[str] = set()
         self.writing: set[str] = set()
         self.failed: set[str] = set()  # to save
+        # Sessions whose files each file needs.
+        self.sources: dict[str, tuple[str, ...]] = {}
         self.under_way: list[SessionAck] = []
 
     @property
@@ -78,8 +80,15 @@ class Worker:
                 assert self.writes
                 unwritten = None if failed else problem("full")
                 size = file_bytes(save.session)
+                self.sources[name] = self.needed(save.continues, fails)
                 self.under_way.append(
-                    SessionAck("written", name, unwritten, num_bytes=size)
+                    SessionAck(
+                        "written",
+                        name,
+                        unwritten,
+                        num_bytes=size,
+                        sources=self.sources[name],
+                    )
                 )
                 if not failed and not unwritten:
                     self.writing.add(name)
@@ -97,6 +106,14 @@ class Worker:
             self.under_way.append(
                 SessionAck("staged", name, missing or problem("it is torn"))
             )
+
+    def needed(self, continued: str | None, chance: random.Random) -> tuple[str, ...]:
+        """The files that a new file needs: some of those that it may need."""
+        if continued is None or chance.random() < 0.2:
+            return ()
+        assert continued in self.files, "it may need a file that is not there"
+        every = (*self.sources[continued], continued)[-7:]
+        return tuple(name for name in every if chance.random() < 0.8)
 
     def report(self, late: random.Random) -> list[SessionAck]:
         """Acknowledge some of the commands."""
@@ -137,6 +154,7 @@ class Store(RuleBasedStateMachine):
         self.file_sizes: dict[str, int] = {}
         self.histories = [np.array([1, 2, 3, 4], np.int32)]
         self.waiting: dict[str, tuple[str, np.ndarray]] = {}
+        self.continued: dict[str, str] = {}
 
     @precondition(lambda self: len(self.waiting) < 5)
     @rule(which=anyone, seed=seeds, owner=st.sampled_from("ab"), back=st.integers(0, 3))
@@ -160,7 +178,7 @@ class Store(RuleBasedStateMachine):
         done = Session(f"s-{name}", owner, prompt, None, size, len(prompt))
         self.sizes[done.session_id] = size
         self.file_sizes[done.session_id] = file_bytes(done)
-        if self.directory.save(done, name, ()):
+        if self.directory.save(done, name, (), self.continued.pop(name, None)):
             self.parked.add(done.session_id)
 
     def starts(self, name: str) -> bool:
@@ -183,6 +201,8 @@ class Store(RuleBasedStateMachine):
         in_place = of in self.parked
         self.directory.load(match, name, len(prompt), (), in_place, moves=moves)
         self.parked.discard(of)
+        if not moves:
+            self.continued[name] = of
         return True
 
     @precondition(lambda self: self.waiting)
@@ -234,6 +254,9 @@ class Store(RuleBasedStateMachine):
             nowhere = self.parked - held
             assert not nowhere, f"parked, and not in memory: {nowhere}"
             on_disk = [name for w in self.workers for name in w.files | w.writing]
+            for worker in self.workers:
+                for name in self.directory.on_disk & worker.files:
+                    assert worker.files.issuperset(worker.sources[name]), "deleted"
             written = sum(self.file_sizes[name] for name in on_disk)
             # The directory learns a file's exact size when it is written.
             slack = len(on_disk) + 2
@@ -256,7 +279,12 @@ class Store(RuleBasedStateMachine):
         assert self.directory.unwritten_bytes == 0
         for worker in self.workers:
             assert self.directory.in_memory == worker.memory
-            assert self.directory.on_disk == worker.files
+            known = self.directory.on_disk
+            needed = {source for name in known for source in worker.sources[name]}
+            # What one rank's file needs, all ranks keep.
+            assert known | needed <= worker.files
+            others = [w.sources[name] for w in self.workers for name in known]
+            assert worker.files - known <= {s for each in others for s in each}
 
 
 def test_any_operations_leave_the_directory_consistent(caplog):

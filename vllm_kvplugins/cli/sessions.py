@@ -108,7 +108,10 @@ def delete_sessions(
     ] = None,
 ) -> None:
     """Delete sessions, and the clusterings of their conversations. A server that still
-    knows them recomputes them."""
+    knows them recomputes them.
+
+    The file of a later turn may need that of an earlier one. Deleting the earlier one
+    by its ID also deletes the later one; --older-than leaves both."""
     if bool(names) + everything + (older_than_h is not None) != 1:
         message = "choose sessions: give IDs, or --all, or --older-than HOURS"
         fail(coded("KVP603", message), 2)
@@ -120,6 +123,9 @@ def delete_sessions(
         before = time.time() - 3600 * older_than_h
         files = [file for file in files if file.last_used < before]
         found = [each for each in found if each.last_used < before]
+        files = _not_needed(files, place)
+    else:
+        files += _needing(files, place)
     _delete([*files, *found])
     text = f"removed {len({file.session_id for file in files})} sessions"
     if found:
@@ -216,6 +222,7 @@ def _described(files: list[FoundFile]) -> dict[str, object]:
         "compaction": json.loads(about.get("compaction", "null")),
         "owner": about.get("owner"),
         "facts": files[0].facts,
+        "needs": sorted({source for file in files for source in file.sources}),
         "problems": problems,
     }
 
@@ -250,6 +257,21 @@ def _files(place: str) -> list[FoundFile]:
         from vllm_kvplugins.sessions.inspection import list_files, open_folders
 
         return list_files(open_folders(place))
+
+
+def _needing(chosen: list[FoundFile], place: str) -> list[FoundFile]:
+    """Files that cannot be loaded without the chosen ones."""
+    from vllm_kvplugins.sessions.inspection import needing
+
+    return needing(chosen, _files(place))
+
+
+def _not_needed(chosen: list[FoundFile], place: str) -> list[FoundFile]:
+    """Chosen files that no other file needs, besides chosen ones."""
+    ids = {file.session_id for file in chosen}
+    others = [file for file in _files(place) if file.session_id not in ids]
+    needed = {source for file in others for source in file.sources}
+    return [file for file in chosen if file.session_id not in needed]
 
 
 def _clusterings(place: str) -> list[FoundClustering]:

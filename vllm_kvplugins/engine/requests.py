@@ -181,6 +181,8 @@ class RequestState:
             until the scheduler preempts it and recomputes it.
         unobserved: a step with drafts that the policy observes once it is known which
             of them the model accepted.
+        lineage: what its session wants to know when the request ends; the engine does
+            not read it.
     """
 
     resident: Resident | None = None
@@ -189,6 +191,7 @@ class RequestState:
     restored: Compaction | None = None
     lost: bool = False
     unobserved: UnobservedStep | None = None
+    lineage: Any = None
 
     def keep_queries(self, row: Row, since: int, step: StepQueries) -> None:
         """Keep a step's queries from the token at position ``since`` on."""

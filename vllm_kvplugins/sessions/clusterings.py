@@ -251,7 +251,7 @@ class ClusteringFiles:
         try:
             if file.num_bytes > _MAX_FILE_BYTES:
                 raise SessionFileError(f"{file.name}: {file.num_bytes} bytes")
-            about, tensors = verified(self.storage, file.name)
+            about, tensors, _ = verified(self.storage, file.name)
             if about.get("fingerprint") != self.identity.fingerprint:
                 raise SessionFileError(f"{file.name}: of another encoder or version")
             if about.get("history") != digest.hex():

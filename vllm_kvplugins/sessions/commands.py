@@ -76,12 +76,15 @@ class Save:
     Attributes:
         blocks: physical IDs, from the first resident block of the session.
         writes: whether to write a file too.
+        continues: ID of the session that the request has continued, if its file is
+            there and stays; the new file may leave out what that one stores.
     """
 
     session: Session
     request_id: str
     blocks: tuple[int, ...]
     writes: bool = False
+    continues: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,7 @@ class SessionAck:
         problem: why the command failed; None: it succeeded.
         load: the command, for "loaded".
         num_bytes: size of the file, for "written".
+        sources: sessions whose files the file needs, for "written".
     """
 
     event: Event
@@ -160,3 +164,4 @@ class SessionAck:
     problem: str | None = None
     load: Load | None = None
     num_bytes: int = 0
+    sources: tuple[str, ...] = ()

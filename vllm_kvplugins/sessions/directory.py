@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -18,6 +19,7 @@ from vllm_kvplugins.sessions.commands import (
     Tokens,
 )
 from vllm_kvplugins.sessions.eviction_order import EvictionOrder
+from vllm_kvplugins.sessions.files import FoundSession
 from vllm_kvplugins.sessions.index import SessionIndex, index_bytes
 from vllm_kvplugins.sessions.records import Counts, Match, SharedStore
 
@@ -47,6 +49,7 @@ class _Entry:
         acks_due: number of missing acknowledgements, per event.
         is_found: whether it was found in a shared store.
         num_loads: how many requests have continued it.
+        sources: sessions whose files its files need.
     """
 
     session: Session
@@ -57,6 +60,7 @@ class _Entry:
     acks_due: dict[str, int] = field(default_factory=dict)
     is_found: bool = False
     num_loads: int = 0
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -67,11 +71,23 @@ class _Write:
         num_bytes: host memory, over all ranks.
         acks_due: number of ranks that have not acknowledged.
         file_bytes: size of the files that are written.
+        may_need: sessions whose files the new files may need.
+        needs: of these, the ones that they need.
     """
 
     num_bytes: int
     acks_due: int
     file_bytes: int = 0
+    may_need: tuple[str, ...] = ()
+    needs: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptFiles:
+    """Files of a session that has left the directory, which others need."""
+
+    session: Session
+    num_bytes: int
 
 
 @dataclass(slots=True)
@@ -109,7 +125,8 @@ class SessionDirectory:
         held_bytes: bytes of sessions in memory, with pending ones and with removed
             ones whose files are being written.
         unwritten_bytes: of these, bytes of sessions whose files are not written yet.
-        written_bytes: size of the files of sessions, with those being written.
+        written_bytes: size of the files of sessions, with those being written and those
+            that only other files need.
         index_bytes: memory for sessions that are only in files.
     """
 
@@ -149,6 +166,10 @@ class SessionDirectory:
         self._held = EvictionOrder()
         self._with_file = EvictionOrder()
         self._writes_due: dict[str, _Write] = {}
+        # How many sessions need the files of each session, and files that only others
+        # need.
+        self._needed: Counter[str] = Counter()
+        self._kept: dict[str, _KeptFiles] = {}
         self._commands = SessionCommands()
         self._warned: set[str] = set()  # codes
         self._waiting: dict[str, _Wait] = {}  # by request ID
@@ -249,7 +270,13 @@ class SessionDirectory:
 
     # -- a request ends -------------------------------------------------------
 
-    def save(self, session: Session, request_id: str, blocks: Iterable[int]) -> bool:
+    def save(
+        self,
+        session: Session,
+        request_id: str,
+        blocks: Iterable[int],
+        continues: str | None = None,
+    ) -> bool:
         """Command the workers to save the cache of a request.
 
         Replaces a session of the same owner with exactly the same tokens. The session
@@ -258,6 +285,8 @@ class SessionDirectory:
 
         Args:
             blocks: physical IDs, from ``session.first_block``.
+            continues: the session that the request has loaded; None: it has computed
+                its prompt.
 
         Returns:
             False if there is no memory for it.
@@ -265,7 +294,7 @@ class SessionDirectory:
         self.expire()
         other = self._index.equal(session.owner, session.tokens)
         if other is not None:
-            self._remove(other.session_id)
+            self._replace(other.session_id)
         self._supersede_continued(session)
         if not self._make_room(session.num_bytes):
             self._refuse(session)
@@ -281,12 +310,45 @@ class SessionDirectory:
         self._set_presence(session.session_id, memory="pending")
         if writes:
             self._set_presence(session.session_id, disk="pending")
+            may_need = self._needed_by_next(continues)
             self._writes_due[session.session_id] = _Write(
-                session.num_bytes, self._ranks
+                session.num_bytes, self._ranks, may_need=may_need
             )
+            self._needed.update(may_need)
             self.unwritten_bytes += session.num_bytes
-        self._commands.saves.append(Save(session, request_id, tuple(blocks), writes))
+            continues = continues if may_need else None
+        else:
+            continues = None
+        save = Save(session, request_id, tuple(blocks), writes, continues)
+        self._commands.saves.append(save)
         return True
+
+    def _needed_by_next(self, continued: str | None) -> tuple[str, ...]:
+        """Sessions whose files that of the next turn may need.
+
+        Args:
+            continued: the session of the last turn.
+
+        Returns:
+            Empty: the file of the last turn is not there, or of another size.
+        """
+        entry = self._entries.get(continued) if continued is not None else None
+        if entry is None or entry.disk != "present" or entry.session.file_ranks:
+            return ()
+        assert continued is not None
+        return (*entry.sources, continued)
+
+    def _replace(self, session_id: str) -> None:
+        """Remove a session because a newer one has the same tokens.
+
+        Files of other replicas may need its files in a shared store.
+        """
+        if self._shared is None or self._entries[session_id].disk != "present":
+            self._remove(session_id)
+            return
+        self._commands.stage = [i for i in self._commands.stage if i != session_id]
+        self._commands.drop.append(session_id)
+        self._forget(session_id)
 
     def _supersede_continued(self, session: Session) -> None:
         """Let the session that this one continues be evicted first.
@@ -328,20 +390,27 @@ class SessionDirectory:
             self._warned.add(code)
             logger.warning("%s", coded(code, text))
 
-    def add_file(self, session: Session, age_s: float, file_bytes: int) -> None:
-        """Add a session from a file of an earlier engine.
-
-        Call in the order of last use, least recent first.
+    def add_files(self, found: Iterable[FoundSession]) -> None:
+        """Add the sessions of an earlier engine.
 
         Args:
-            age_s: seconds since its last use.
-            file_bytes: size of its files, over all ranks.
+            found: in the order of last use, least recent first.
         """
-        last_used = self._clock() - age_s
+        found = list(found)
+        for each in found:  # so that adding one deletes none that a later one needs
+            self._needed.update(each.sources)
+        for each in found:
+            self._add_file(each)
+
+    def _add_file(self, found: FoundSession) -> None:
+        """Add a session whose sources are marked as needed."""
+        session, file_bytes = found.session, found.file_bytes
+        last_used = self._clock() - found.age_s
         # A larger one was written when memory_bytes was larger, and cannot be loaded.
         if session.num_bytes <= self.memory_bytes:
             self._index.add(session)
         entry = _Entry(session, "absent", "absent", last_used, file_bytes)
+        entry.sources = found.sources
         self._entries[session.session_id] = entry
         self._set_presence(session.session_id, disk="present")
         self._make_disk_room()
@@ -377,6 +446,8 @@ class SessionDirectory:
     def detach(self) -> None:
         """Forget all sessions, and neither write nor delete files from now on."""
         self._writes = False
+        self.written_bytes -= sum(kept.num_bytes for kept in self._kept.values())
+        self._kept.clear()
         for session_id in list(self._entries):
             if not self._cancel_save(session_id):
                 self._commands.drop.append(session_id)
@@ -446,22 +517,29 @@ class SessionDirectory:
         write, entry = self._writes_due[session_id], self._entries.get(session_id)
         write.acks_due -= 1
         write.file_bytes += ack.num_bytes
+        write.needs.update(ack.sources)
+        if entry is not None and entry.disk == "pending":
+            if ack.problem is not None:
+                self.counts.failures += 1
+                self._set_presence(session_id, disk="absent")
+                self._unlink(entry.session)  # parts of other ranks
+            elif not write.acks_due:
+                self.written_bytes += write.file_bytes - entry.file_bytes
+                entry.file_bytes = write.file_bytes
+                entry.sources = tuple(sorted(write.needs))
+                self._needed.update(entry.sources)
+                self._set_presence(session_id, disk="present")
         if not write.acks_due:
-            del self._writes_due[session_id]
-            self.unwritten_bytes -= write.num_bytes
-            if entry is None:
-                self.held_bytes -= write.num_bytes
-        if entry is None or entry.disk != "pending":
-            return
-        if ack.problem is not None:
-            self.counts.failures += 1
-            self._set_presence(session_id, disk="absent")
-            self._unlink(entry.session)  # parts of other ranks
-        elif not write.acks_due:
-            self.written_bytes += write.file_bytes - entry.file_bytes
-            entry.file_bytes = write.file_bytes
-            self._set_presence(session_id, disk="present")
-            self._make_disk_room()
+            self._end_write(session_id)
+
+    def _end_write(self, session_id: str) -> None:
+        """All ranks have written a session, or will not write it."""
+        write = self._writes_due.pop(session_id)
+        self.unwritten_bytes -= write.num_bytes
+        if session_id not in self._entries:
+            self.held_bytes -= write.num_bytes
+        self._release(write.may_need)
+        self._make_disk_room()
 
     # -- limits -----------------------------------------------------------------
 
@@ -553,7 +631,7 @@ class SessionDirectory:
     def _make_disk_room(self, num_bytes: int = 0) -> bool:
         """Delete files, in the order of eviction, until ``num_bytes`` are free.
 
-        Files that are being written or read stay.
+        Files that are being written or read stay, and those that others need.
 
         Returns:
             Whether enough space is free.
@@ -573,7 +651,9 @@ class SessionDirectory:
         while self.written_bytes > most:
             entries = ((i, self._entries[i]) for i in self._with_file)
             old = (
-                i for i, e in entries if e.disk == "present" and e.memory != "pending"
+                i
+                for i, e in entries
+                if e.disk == "present" and e.memory != "pending" and not self._needed[i]
             )
             session_id = next(old, None)
             if session_id is None:
@@ -608,6 +688,9 @@ class SessionDirectory:
             self.written_bytes += entry.file_bytes * (now - was)
             entry.disk = disk
             self._with_file.keep(session_id, now)
+            if not now:
+                sources, entry.sources = entry.sources, ()
+                self._release(sources)
         self.index_bytes += _index_bytes(entry)
 
     def _forget(self, session_id: str) -> None:
@@ -628,9 +711,31 @@ class SessionDirectory:
         self._forget(session_id)
 
     def _unlink(self, session: Session) -> None:
-        """Command the workers to delete the files of a session."""
-        self._commands.unlink.append(session.session_id)
+        """Command the workers to delete the files of a session.
+
+        If others need them, the command follows when these are gone.
+        """
+        session_id = session.session_id
+        if self._needed[session_id]:
+            file_bytes = self._entries[session_id].file_bytes
+            self._kept[session_id] = _KeptFiles(session, file_bytes)
+            self.written_bytes += file_bytes
+            return
+        self._commands.unlink.append(session_id)
         self._note_file_ranks(session)
+
+    def _release(self, sources: Iterable[str]) -> None:
+        """Note that a session does not need the files of others any more."""
+        for session_id in sources:
+            self._needed[session_id] -= 1
+            if self._needed[session_id]:
+                continue
+            del self._needed[session_id]
+            kept = self._kept.pop(session_id, None)
+            if kept is not None:
+                self.written_bytes -= kept.num_bytes
+                self._commands.unlink.append(session_id)
+                self._note_file_ranks(kept.session)
 
     def _note_file_ranks(self, session: Session) -> None:
         """Tell the workers which files a session has, if it is of another size."""
@@ -643,7 +748,9 @@ class SessionDirectory:
             if save.session.session_id == session_id:
                 self._commands.saves.remove(save)
                 write = self._writes_due.pop(session_id, None)
-                self.unwritten_bytes -= write.num_bytes if write else 0
+                if write is not None:
+                    self.unwritten_bytes -= write.num_bytes
+                    self._release(write.may_need)
                 return True
         return False
 
@@ -693,6 +800,11 @@ class SessionDirectory:
         unwritten = {i: write.num_bytes for i, write in self._writes_due.items()}
         held += [size for i, size in unwritten.items() if i not in self._entries]
         written = [e.file_bytes for e in self._entries.values() if e.disk != "absent"]
+        written += [kept.num_bytes for kept in self._kept.values()]
+        needed = Counter(s for e in self._entries.values() for s in e.sources)
+        needed.update(s for write in self._writes_due.values() for s in write.may_need)
+        assert self._needed == needed, "needed files are miscounted"
+        assert self._kept.keys() <= needed.keys(), "files that nobody needs are kept"
         assert self.held_bytes == sum(held) <= self.memory_bytes, "memory miscounted"
         assert self.unwritten_bytes == sum(unwritten.values()), "writes miscounted"
         assert self.written_bytes == sum(written), "files miscounted"

@@ -5,6 +5,9 @@
     DIR/<fingerprint>/<session>.r0of1.safetensors      or URL/<fingerprint>/...
                                rank 0 of the 1 rank of the engine that wrote it
 
+The file of a session that continues another one stores only what that one's files do
+not have (``deltas``). All others store every page.
+
 An engine of another tensor-parallel size reads the same files, if the policy allows it
 (``head_shards``). They stay as they are.
 
@@ -19,7 +22,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,8 +33,17 @@ import torch
 
 from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
-from vllm_kvplugins.sessions import tensor_file
+from vllm_kvplugins.sessions import deltas, tensor_file
 from vllm_kvplugins.sessions.commands import Session, Tokens
+from vllm_kvplugins.sessions.deltas import (
+    Delta,
+    FileRef,
+    Lineage,
+    Origins,
+    PageFormat,
+    PartOrigin,
+    name_of,
+)
 from vllm_kvplugins.sessions.head_shards import Heads, Shard, gather
 from vllm_kvplugins.sessions.settings import SessionDtype
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot, HeapPart
@@ -43,6 +55,9 @@ from vllm_kvplugins.sessions.storage import (
 from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
 FORMAT = "kvp-session-4"
+# Files that need others. Earlier versions do not read them.
+DELTA_FORMAT = "kvp-session-delta-1"
+FORMATS = (FORMAT, DELTA_FORMAT)
 _SUFFIX = ".safetensors"
 FILE_NAME = re.compile(
     r"(?P<session>[^.]+)\.r(?P<rank>\d+)of(?P<ranks>\d+)\.safetensors"
@@ -102,11 +117,25 @@ class FoundSession:
     Attributes:
         age_s: seconds since its last use.
         file_bytes: size of its files, over all ranks.
+        sources: sessions whose files its files need.
     """
 
     session: Session
     age_s: float
     file_bytes: int
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file that was written.
+
+    Attributes:
+        sources: sessions whose files it needs.
+    """
+
+    num_bytes: int
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -135,6 +164,8 @@ class SessionFiles:
         ranks: number of workers; each writes its part of every session.
         heads: the KV heads of the model, if sessions of other sizes can be read; None:
             they cannot.
+        max_source_age_s: a file needs no file that was written earlier; None: no limit,
+            because files that are needed are not deleted.
     """
 
     def __init__(
@@ -143,11 +174,13 @@ class SessionFiles:
         identity: Identity,
         ranks: int = 1,
         heads: Heads | None = None,
+        max_source_age_s: float | None = None,
     ) -> None:
         self.storage = storage
         self.identity = identity
         self.ranks = ranks
         self.heads = heads
+        self.max_source_age_s = max_source_age_s
 
     def name(self, session_id: str, rank: int, ranks: int | None = None) -> str:
         """The name of the file of a rank's part of a session."""
@@ -175,18 +208,29 @@ class SessionFiles:
         """
         self.storage.prepare()
 
-    def write(self, session: Session, rank: int, saved: CacheSnapshot) -> int:
+    def write(
+        self,
+        session: Session,
+        rank: int,
+        saved: CacheSnapshot,
+        formats: Sequence[PageFormat] = (),
+        lineage: Lineage | None = None,
+    ) -> WrittenFile:
         """Write a rank's part of a session.
 
-        Returns:
-            The size of its file.
+        Args:
+            formats: of the pages of each part; needed with ``lineage``.
+            lineage: the session that it continues, whose file is there and stays; the
+                new file leaves out what that one has, if this is worth it. None: it
+                stores every page.
 
         Raises:
             OSError: there is no room or no permission; no file remains.
         """
-        tensors = _tensors(session, saved)
+        delta = self._delta(saved, formats, lineage) if lineage else None
+        tensors, now = _tensors(session, saved, delta), time.time()
         about = {
-            "format": FORMAT,
+            "format": DELTA_FORMAT if delta else FORMAT,
             "fingerprint": self.identity.fingerprint,
             "facts": json.dumps(self.identity.facts),
             "session": session.session_id,
@@ -198,32 +242,65 @@ class SessionFiles:
             "queries_dtype": str(saved.queries_dtype).removeprefix("torch."),
         }
         for index, part in enumerate(saved.parts):
-            about[_part_name("layout", index)] = part.layout
+            about[name_of("layout", index)] = part.layout
+        about["first_written"] = f"{delta.first_written if delta else now:.0f}"
+        if delta is not None:
+            about["files"] = deltas.packed_refs(delta.files)
         about["header"] = tensor_file.digest(about, {"tokens": tensors["tokens"]})
         about["digest"] = tensor_file.digest(about, tensors)
-        return self.storage.write(self.name(session.session_id, rank), tensors, about)
+        name = self.name(session.session_id, rank)
+        num_bytes = self.storage.write(name, tensors, about)
+        page_bytes = deltas.page_bytes_of(tensors)
+        own = FileRef(session.session_id, about["digest"], page_bytes)
+        origins = Origins(
+            (*(delta.files if delta else ()), own),
+            delta.parts if delta else None,
+            float(about["first_written"]),
+        )
+        saved.file.origins = origins
+        return WrittenFile(num_bytes, origins.sources)
+
+    def _delta(
+        self, saved: CacheSnapshot, formats: Sequence[PageFormat], lineage: Lineage
+    ) -> Delta | None:
+        """What the file stores if it needs others; None: it needs none."""
+        origins = lineage.file.origins
+        assert origins is not None, "the continued session has no file"
+        # A date that was set back makes a file no younger.
+        age_s = abs(time.time() - origins.first_written)
+        if self.max_source_age_s is not None and age_s > self.max_source_age_s:
+            return None
+        parts = [(part.slots, part.retained, part.tail) for part in saved.parts]
+        return deltas.delta_of(saved.compaction, saved.tokens, parts, formats, lineage)
 
     def read(
-        self, session_id: str, rank: int, ranks: int | None = None
+        self,
+        session_id: str,
+        rank: int,
+        ranks: int | None = None,
+        formats: Sequence[PageFormat] = (),
     ) -> CacheSnapshot:
         """Read a rank's part of a session; of another size's files, those that have it.
 
         Args:
             rank: of this engine.
+            formats: of its pages in each part; without them, only files that need no
+                others can be read.
 
         Raises:
             SessionFileError: a file is missing, damaged, or of another engine, or the
                 parts of other ranks cannot be cut or joined.
             OSError: the storage failed.
 
-        Cost: files of another size are read whole, one after the other.
+        Cost: files of another size, and files that a file needs, are read whole, one
+            after the other.
         """
         if ranks is None or ranks == self.ranks:
-            return self._read_part(session_id, rank, self.ranks)
+            return self._read_part(session_id, rank, self.ranks, formats)
         if self.heads is None or not self.reads(ranks):
             name = self.name(session_id, 0, ranks)
             raise SessionFileError(f"{name}: not readable with {self.ranks} ranks")
-        read = partial(self._read_part, session_id, ranks=ranks)
+        read = partial(self._read_part, session_id, ranks=ranks, formats=formats)
         try:
             return gather(self.heads, Shard(rank, self.ranks), ranks, read)
         except ValueError as error:
@@ -232,18 +309,62 @@ class SessionFiles:
                 f"{name}: not readable with {self.ranks} ranks ({error})"
             ) from error
 
-    def _read_part(self, session_id: str, rank: int, ranks: int) -> CacheSnapshot:
+    def _read_part(
+        self, session_id: str, rank: int, ranks: int, formats: Sequence[PageFormat]
+    ) -> CacheSnapshot:
         """What one of ``ranks`` ranks wrote."""
         name = self.name(session_id, rank, ranks)
-        about, tensors = verified(self.storage, name)
+        about, tensors, digest = self._contents(session_id, rank, ranks)
+        own = FileRef(session_id, digest, deltas.page_bytes_of(tensors))
+        files: tuple[FileRef, ...] = ()
+        parts: tuple[PartOrigin, ...] | None = None
+
+        def read(source: FileRef) -> deltas.FileContents:
+            return self._read_source(source, about, rank, ranks)
+
+        try:
+            if about["format"] == DELTA_FORMAT:
+                files = deltas.unpacked_refs(about["files"])
+                _check_formats(about, formats)
+                pages, parts = deltas.whole_pages(tensors, files, formats, read)
+                tensors = tensors | pages
+            saved = _saved(about, tensors)
+            written = float(about.get("first_written", 0.0))
+        except (*CONTENT_ERRORS, IndexError, RuntimeError) as error:
+            raise SessionFileError(f"{name}: not a session ({error})") from error
+        self.storage.touch(name)  # its time is the session's last use
+        saved.file.origins = Origins((*files, own), parts, written)
+        return saved
+
+    def _read_source(
+        self, source: FileRef, about: Mapping[str, str], rank: int, ranks: int
+    ) -> deltas.FileContents:
+        """The contents of a file that another one needs.
+
+        Args:
+            about: text of the other one.
+
+        Raises:
+            SessionFileError: it is missing or damaged, or not the file of then.
+        """
+        found, tensors, digest = self._contents(source.session_id, rank, ranks)
+        if digest != source.digest or found.get("owner") != about.get("owner"):
+            name = self.name(source.session_id, rank, ranks)
+            raise SessionFileError(
+                f"{name}: another file than {about['session']} needs"
+            )
+        return found, tensors
+
+    def _contents(
+        self, session_id: str, rank: int, ranks: int
+    ) -> tuple[dict[str, str], dict[str, torch.Tensor], str]:
+        """Text, tensors and digest of a file of this engine."""
+        name = self.name(session_id, rank, ranks)
+        about, tensors, digest = verified(self.storage, name)
         self._check(name, about)
         if about.get("session") != session_id:
             raise SessionFileError(f"{name}: contains another session")
-        self.storage.touch(name)  # its time is the session's last use
-        try:
-            return _saved(about, tensors)
-        except CONTENT_ERRORS as error:
-            raise SessionFileError(f"{name}: not a session ({error})") from error
+        return about, tensors, digest
 
     def unlink(self, session_id: str, rank: int, ranks: int | None = None) -> None:
         """Delete a rank's part of a session, if it exists.
@@ -261,7 +382,7 @@ class SessionFiles:
         """
         found, now = Scan(), time.time()
         files = {file.name: file for file in self.storage.list()}
-        known = set[str]()
+        known: dict[str, tuple[FoundSession, list[str]]] = {}
         for name in sorted(files, key=lambda name: files[name].modified):
             parsed = FILE_NAME.fullmatch(name)
             if parsed is None or parsed["rank"] != "0":
@@ -273,14 +394,36 @@ class SessionFiles:
             try:
                 parts = self._complete(session_id, ranks, files)
                 session = self.read_session(session_id, ranks)
+                sources = self._sources(parts)
             except SessionFileError as error:
                 found.problems.append(error)
                 continue
-            known.add(session_id)
-            size = sum(files.pop(part).num_bytes for part in parts)
-            found.sessions.append(FoundSession(session, max(now - used, 0.0), size))
+            age_s = max(now - used, 0.0)
+            size = sum(files[part].num_bytes for part in parts)
+            known[session_id] = FoundSession(session, age_s, size, sources), parts
+        for each, parts in known.values():
+            missing = [source for source in each.sources if source not in known]
+            if missing:
+                text = f"{parts[0]}: needs {missing[0]}, which is damaged or gone"
+                found.problems.append(SessionFileError(text))
+                continue
+            found.sessions.append(each)
+            for part in parts:
+                del files[part]
         found.other_bytes = sum(file.num_bytes for file in files.values())
         return found
+
+    def _sources(self, parts: Sequence[str]) -> tuple[str, ...]:
+        """Sessions whose files the files of a session need.
+
+        Args:
+            parts: names of its files.
+        """
+        sources = dict[str, None]()
+        for name in parts:
+            about, _ = self.storage.read(name, only=())
+            sources.update(dict.fromkeys(sources_of(name, about)))
+        return tuple(sources)
 
     def _complete(
         self, session_id: str, ranks: int, files: Mapping[str, StoredFile]
@@ -350,7 +493,7 @@ class SessionFiles:
         return session if ranks == self.ranks else replace(session, file_ranks=ranks)
 
     def _check(self, name: str, about: Mapping[str, str]) -> None:
-        if about.get("format") != FORMAT:
+        if about.get("format") not in FORMATS:
             raise SessionFileError(f"{name}: not in format {FORMAT}")
         if about.get("fingerprint") != self.identity.fingerprint:
             raise SessionFileError(f"{name}: from another model, policy or version")
@@ -396,11 +539,16 @@ class SessionFolder(SessionFiles):
 # -- one file ------------------------------------------------------------------------
 
 
-def _tensors(session: Session, saved: CacheSnapshot) -> dict[str, torch.Tensor]:
+def _tensors(
+    session: Session, saved: CacheSnapshot, delta: Delta | None
+) -> dict[str, torch.Tensor]:
+    # Tokens first: scans read only them.
     tensors = {"tokens": torch.from_numpy(session.tokens.astype(np.int32))}
     for index, part in enumerate(saved.parts):
         for key, name in _PART_TENSORS.items():
-            tensors[_part_name(key, index)] = getattr(part, name)
+            if delta is None or key not in deltas.PAGES:
+                tensors[name_of(key, index)] = getattr(part, name)
+    tensors |= delta.tensors if delta else {}
     if saved.queries is not None:
         tensors["queries"] = saved.queries
     for layer, packed in saved.observed.items():
@@ -419,21 +567,16 @@ _PART_TENSORS = {
 }
 
 
-def _part_name(key: str, index: int) -> str:
-    """The name of a tensor or a text of a snapshot's part."""
-    return f"{key}.{index}" if index else key  # files without a drafter have one part
-
-
 def _parts(
     about: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
 ) -> tuple[HeapPart, ...]:
     parts: list[HeapPart] = []
-    while not parts or _part_name("layout", len(parts)) in about:
+    while not parts or name_of("layout", len(parts)) in about:
         index = len(parts)
         fields = {
-            name: tensors[_part_name(key, index)] for key, name in _PART_TENSORS.items()
+            name: tensors[name_of(key, index)] for key, name in _PART_TENSORS.items()
         }
-        parts.append(HeapPart(**fields, layout=about[_part_name("layout", index)]))
+        parts.append(HeapPart(**fields, layout=about[name_of("layout", index)]))
     return tuple(parts)
 
 
@@ -522,8 +665,8 @@ def _unpacked(packed: dict[str, Any] | None) -> Compaction | None:
 
 def verified(
     storage: SessionStorage, name: str
-) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Text and tensors of a file whose digest is correct.
+) -> tuple[dict[str, str], dict[str, torch.Tensor], str]:
+    """Text, tensors and digest of a file whose digest is correct.
 
     Raises:
         SessionFileError: it is missing or damaged.
@@ -531,6 +674,28 @@ def verified(
     """
     about, tensors = storage.read(name)
     digest = about.pop("digest", None)
-    if digest != tensor_file.digest(about, tensors):
+    if digest is None or digest != tensor_file.digest(about, tensors):
         raise SessionFileError(f"{name}: its contents have changed")
-    return about, tensors
+    return about, tensors, digest
+
+
+def sources_of(name: str, about: Mapping[str, str]) -> tuple[str, ...]:
+    """Sessions whose files a file needs, as its text says.
+
+    Raises:
+        SessionFileError: the text is not that of a session.
+    """
+    if about.get("format") != DELTA_FORMAT:
+        return ()
+    try:
+        refs = deltas.unpacked_refs(about["files"])
+    except CONTENT_ERRORS as error:
+        raise SessionFileError(f"{name}: not a session ({error})") from error
+    return tuple(ref.session_id for ref in refs)
+
+
+def _check_formats(about: Mapping[str, str], formats: Sequence[PageFormat]) -> None:
+    """Refuse pages in another order of elements, or of another number of heaps."""
+    layouts = [about.get(name_of("layout", i)) for i in range(len(formats) + 1)]
+    if layouts != [*(form.layout for form in formats), None]:
+        raise ValueError("its pages have the layout of another instruction set")

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_kvplugins.sessions.deltas import FileRecord
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot, HeapPart
 
 # Axis of the heads in the tensors of a part, as [layers, heads, ...].
@@ -300,7 +301,9 @@ def _without_heads(saved: CacheSnapshot) -> CacheSnapshot:
         }
         for layer, packed in saved.observed.items()
     }
-    return replace(saved, parts=parts, queries=None, observed=observed)
+    return replace(
+        saved, parts=parts, queries=None, observed=observed, file=FileRecord()
+    )
 
 
 def _check_equal(common: CacheSnapshot, other: CacheSnapshot) -> None:

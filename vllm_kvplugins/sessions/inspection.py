@@ -17,7 +17,9 @@ from vllm_kvplugins.sessions.files import (
     CONTENT_ERRORS,
     FILE_NAME,
     FORMAT,
+    FORMATS,
     checked_session,
+    sources_of,
     verified,
 )
 from vllm_kvplugins.sessions.object_store import (
@@ -69,6 +71,7 @@ class FoundFile(Item):
         problem: why it cannot be loaded; None: its header is valid.
         damaged: no server can load it. Other files with a problem are of another
             version, or are no files.
+        sources: IDs of sessions whose files it needs.
     """
 
     session_id: str
@@ -78,6 +81,7 @@ class FoundFile(Item):
     last_used: float
     problem: str | None = None
     damaged: bool = False
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,7 @@ def list_clusterings(folders: Iterable[SessionStorage]) -> list[FoundClustering]
 def _found_clustering(storage: SessionStorage, file: StoredFile) -> FoundClustering:
     tokens, digest, damaged = 0, "", False
     try:
-        about, _ = verified(storage, file.name)
+        about, *_ = verified(storage, file.name)
         said = about_clustering(file.name, about)
         tokens, digest = said.tokens, said.tokens_digest
     except SessionFileError:
@@ -219,13 +223,15 @@ def clusterings_of(
 def _found_file(storage: SessionStorage, file: StoredFile) -> FoundFile:
     facts: dict[str, str] = {}
     tokens, problem, damaged = 0, None, False
+    sources: tuple[str, ...] = ()
     try:
         about, tensors = storage.read(file.name, only=("tokens",))
-        damaged = about.get("format") == FORMAT
+        damaged = about.get("format") in FORMATS
         if not damaged:
             raise SessionFileError(f"{file.name}: not in format {FORMAT}")
         session = checked_session(file.name, about, tensors["tokens"])
         facts, tokens = dict(json.loads(about["facts"])), len(session.tokens)
+        sources = sources_of(file.name, about)
         damaged = False
     except (SessionFileError, *CONTENT_ERRORS) as error:
         problem = str(error)
@@ -241,7 +247,22 @@ def _found_file(storage: SessionStorage, file: StoredFile) -> FoundFile:
         file.modified,
         problem,
         damaged,
+        sources,
     )
+
+
+def needing(chosen: Iterable[FoundFile], files: Iterable[FoundFile]) -> list[FoundFile]:
+    """Files that cannot be loaded without some of the chosen ones.
+
+    A file lists all files that it needs, so one pass finds them.
+    """
+    gone = {(file.storage.location, file.session_id) for file in chosen}
+    return [
+        file
+        for file in files
+        if (file.storage.location, file.session_id) not in gone
+        and any((file.storage.location, source) in gone for source in file.sources)
+    ]
 
 
 def _is_damaged(storage: SessionStorage, name: str) -> bool:
@@ -265,7 +286,8 @@ class Garbage:
     Attributes:
         leftovers: temporary files of processes that no longer run.
         damaged: files of sessions and clusterings that cannot be loaded.
-        incomplete: parts of sessions of which another rank's part is missing.
+        incomplete: parts of sessions of which another rank's part is missing, or a file
+            that they need.
     """
 
     leftovers: list[Item]
@@ -284,7 +306,8 @@ def find_garbage(folders: Iterable[SessionStorage]) -> Garbage:
     folders = list(folders)
     damaged: list[Item] = [c for c in list_clusterings(folders) if c.damaged]
     parts: dict[tuple[str, str, int], list[FoundFile]] = {}
-    for file in list_files(folders):
+    every = list_files(folders)
+    for file in every:
         if file.damaged:
             damaged.append(file)
         else:
@@ -295,6 +318,13 @@ def find_garbage(folders: Iterable[SessionStorage]) -> Garbage:
         for (_, _, ranks), files in parts.items()
         if len(files) < ranks and time.time() - files[0].last_used > _WRITE_S
         for file in files
+    ]
+    there = {(f.storage.location, f.session_id) for f in every if not f.damaged}
+    incomplete += [
+        file
+        for file in every
+        if file not in incomplete
+        and any((file.storage.location, s) not in there for s in file.sources)
     ]
     leftovers = [
         Item(folder, path.name)
@@ -312,7 +342,7 @@ def _num_ranks(name: str) -> int:
 
 
 def verify(file: Item) -> dict[str, str]:
-    """Read a whole file and compare its digest.
+    """Read a whole file and compare its digest; not those of files that it needs.
 
     Returns:
         Its text.
@@ -321,4 +351,5 @@ def verify(file: Item) -> dict[str, str]:
         SessionFileError: it is damaged or not a session file.
         StoreError: the object store failed.
     """
-    return verified(file.storage, file.name)[0]
+    about, *_ = verified(file.storage, file.name)
+    return about

@@ -23,6 +23,7 @@ from vllm_kvplugins.engine.page_table import PageTables
 from vllm_kvplugins.engine.requests import Resident
 from vllm_kvplugins.engine.retained_regions import RetainedRegions
 from vllm_kvplugins.plan.residency_plan import Compaction
+from vllm_kvplugins.sessions.deltas import FileRecord, Lineage, PartSlots
 from vllm_kvplugins.sessions.settings import SessionDtype
 from vllm_kvplugins.sessions.stored_pages import StoredPages
 
@@ -58,6 +59,12 @@ class HeapPart:
         """Memory of the pages, as stored."""
         return int(self.retained.nbytes + self.tail.nbytes)
 
+    @property
+    def slots(self) -> PartSlots:
+        """What is in its slots, without keys and values."""
+        rows = max(len(self.counts), 1)
+        return PartSlots(self.counts, self.positions, self.tail.shape[0] // rows)
+
     def on(self, device: torch.device) -> HeapPart:
         """A copy whose small tensors are on ``device``."""
         ids = self.retained_ids
@@ -87,6 +94,9 @@ class CacheSnapshot:
             example tokens in the host tier.
         blocks: physical IDs of the blocks from which it was copied, from the first
             resident block; None: the snapshot was read from a file.
+        lineage: the session that its request continued; None: none, or its file has
+            been written.
+        file: its file; copies of the snapshot share it.
     """
 
     tokens: int
@@ -98,6 +108,8 @@ class CacheSnapshot:
     observed: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     extension_states: tuple[Any, ...] = ()
     blocks: tuple[int, ...] | None = None
+    lineage: Lineage | None = None
+    file: FileRecord = field(default_factory=FileRecord)
 
     @property
     def num_bytes(self) -> int:

@@ -17,8 +17,9 @@ from vllm_kvplugins.sessions.commands import (
     SessionAck,
     SessionCommands,
 )
+from vllm_kvplugins.sessions.deltas import PageFormat
 from vllm_kvplugins.sessions.file_thread import FileThread
-from vllm_kvplugins.sessions.files import SessionFiles
+from vllm_kvplugins.sessions.files import SessionFiles, WrittenFile
 from vllm_kvplugins.sessions.snapshot import COPY_ERRORS, CacheSnapshot
 from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
@@ -64,6 +65,9 @@ class CacheTransfer(Protocol):
     def mismatch(self, saved: CacheSnapshot) -> str | None:
         """Why a snapshot does not fit this worker; None: it fits."""
 
+    def page_formats(self) -> tuple[PageFormat, ...]:
+        """The order of elements in stored pages of each heap."""
+
 
 class SessionStore:
     """The sessions of one worker.
@@ -89,7 +93,7 @@ class SessionStore:
         # Separate threads, so that reads do not wait for writes.
         self._writer = FileThread("kvp-session-write", num_writers)
         self._reader = FileThread("kvp-session-read", num_readers)
-        self._writes: dict[str, Future[int]] = {}
+        self._writes: dict[str, Future[WrittenFile]] = {}
         self._reads: dict[str, Future[CacheSnapshot]] = {}
         self._throttle = LogThrottle()
 
@@ -178,10 +182,15 @@ class SessionStore:
             return
         self._snapshots[session.session_id] = saved
         self._ack("saved", session.session_id)
+        lineage, saved.lineage = saved.lineage, None
         if save.writes:
             assert self._files is not None, "there are no files"
+            continued = lineage.file.origins if lineage else None
+            if continued is None or continued.session_id != save.continues:
+                lineage = None
+            write = partial(self._files.write, session, self._rank, saved)
             self._writes[session.session_id] = self._writer.submit(
-                partial(self._files.write, session, self._rank, saved)
+                partial(write, self._transfer.page_formats(), lineage)
             )
 
     def _load(self, load: Load) -> None:
@@ -216,8 +225,9 @@ class SessionStore:
 
     def _stage(self, session_id: str, ranks: int | None) -> None:
         assert self._files is not None, "there are no files"
+        formats = self._transfer.page_formats()
         self._reads[session_id] = self._reader.submit(
-            partial(self._files.read, session_id, self._rank, ranks)
+            partial(self._files.read, session_id, self._rank, ranks, formats)
         )
 
     def _unlink(self, session_id: str, ranks: int | None) -> None:
@@ -228,7 +238,7 @@ class SessionStore:
         self._writer.submit(partial(self._unlink_after, write, session_id, ranks))
 
     def _unlink_after(
-        self, write: Future[int] | None, session_id: str, ranks: int | None
+        self, write: Future[WrittenFile] | None, session_id: str, ranks: int | None
     ) -> None:
         """Delete files, in a thread; if one is being written, afterwards."""
         assert self._files is not None, "there are no files"
@@ -244,7 +254,7 @@ class SessionStore:
         for session_id in [i for i, f in self._reads.items() if f.done()]:
             self._finish_read(session_id, self._reads.pop(session_id))
 
-    def _finish_write(self, session_id: str, write: Future[int]) -> None:
+    def _finish_write(self, session_id: str, write: Future[WrittenFile]) -> None:
         if write.cancelled():
             self._ack("written", session_id)
             return
@@ -253,7 +263,12 @@ class SessionStore:
             problem = coded("KVP306", f"cannot be written: {error}")
             self._ack("written", session_id, problem)
             return
-        self._acks.append(SessionAck("written", session_id, num_bytes=write.result()))
+        file = write.result()
+        self._acks.append(
+            SessionAck(
+                "written", session_id, num_bytes=file.num_bytes, sources=file.sources
+            )
+        )
 
     def _finish_read(self, session_id: str, read: Future[CacheSnapshot]) -> None:
         try:

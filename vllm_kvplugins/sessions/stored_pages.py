@@ -149,6 +149,13 @@ class StoredPages(Protocol):
         They may contain tokens of other requests.
         """
 
+    def slot_elements(self) -> torch.Tensor:
+        """Elements of a stored page that belong to each slot.
+
+        Returns:
+            int64 [block_size, elements per slot], in host memory.
+        """
+
 
 def stored_pages(heap: Heap, dtype: SessionDtype) -> StoredPages:
     """The format of a heap's pages in sessions.
@@ -203,6 +210,12 @@ class ExactPages:
         for offsets in (layout.k_offsets, layout.v_offsets):
             unused = offsets.view(layout.block_size, -1)[used:].flatten().long()
             pages[:, unused.cpu()] = 0
+
+    def slot_elements(self) -> torch.Tensor:
+        layout = self._heap.layout
+        planes = (layout.k_offsets, layout.v_offsets)
+        keys, values = (each.view(layout.block_size, -1) for each in planes)
+        return torch.cat([keys, values], 1).long().cpu()
 
 
 class QuantizedPages:
@@ -264,6 +277,10 @@ class QuantizedPages:
 
     def clear(self, pages: torch.Tensor, used: int) -> None:
         pages.view(-1, *self._shape)[:, :, used:] = 0  # rows of zeros
+
+    def slot_elements(self) -> torch.Tensor:
+        elements = torch.arange(self.page_elems).view(self._shape)
+        return elements.transpose(0, 1).flatten(1)
 
 
 def _quantized(rows: QuantizedRows, values: torch.Tensor) -> torch.Tensor:

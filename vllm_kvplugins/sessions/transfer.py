@@ -12,6 +12,7 @@ from vllm_kvplugins.engine.retained_regions import RetainedRegions
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.engine.windows import Window
 from vllm_kvplugins.plan.residency_plan import Compaction
+from vllm_kvplugins.sessions.deltas import Lineage, PageFormat
 from vllm_kvplugins.sessions.rewind import SavedTokens, rebuild
 from vllm_kvplugins.sessions.settings import SessionDtype
 from vllm_kvplugins.sessions.snapshot import (
@@ -49,6 +50,13 @@ class Transfer:
             (regions, stored_pages(regions.heap, self._dtype))
             for regions in self._runtime.regions
         ]
+
+    def page_formats(self) -> tuple[PageFormat, ...]:
+        """The order of elements in stored pages of each heap."""
+        return tuple(
+            PageFormat(stored.layout, stored.slot_elements())
+            for _, stored in self._heaps
+        )
 
     @property
     def _device(self) -> torch.device:
@@ -114,6 +122,7 @@ class Transfer:
             for layer, observed in state.observed.items():
                 saved.observed[layer] = observation.pack(observed)
         saved.extension_states = runtime.detach_extensions(request_id)
+        saved.lineage = state.lineage
         return saved.on(torch.device("cpu"))
 
     def discard(self, saved: CacheSnapshot) -> None:
@@ -185,6 +194,8 @@ class Transfer:
             state = self._restored_state(
                 request_id, saved, on_device, tokens, residents[0], moves
             )
+            if rewound is None:
+                state.lineage = _lineage(saved, tokens)
             runtime.resume(
                 request_id, prompt_tokens, state, residents, tokens, ids, shared
             )
@@ -297,3 +308,13 @@ class Transfer:
         except COPY_ERRORS:
             self._runtime.discard_extensions(states)
             raise
+
+
+def _lineage(saved: CacheSnapshot, tokens: int) -> Lineage:
+    """What the next session of a conversation needs to know of the last one.
+
+    Args:
+        tokens: how many of its tokens are restored.
+    """
+    slots = tuple(part.slots for part in saved.parts)
+    return Lineage(saved.file, tokens, saved.tokens, saved.compaction, slots)

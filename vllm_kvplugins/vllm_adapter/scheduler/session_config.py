@@ -28,6 +28,9 @@ from vllm_kvplugins.sessions.weights import weights_digest
 from vllm_kvplugins.vllm_adapter.config import speculation
 from vllm_kvplugins.vllm_adapter.config.engine_config import request_of
 
+# Of files that a file in a shared store needs.
+_MAX_SOURCE_AGE_S = 3600.0
+
 
 def resolve(settings: dict[str, Any], policy: KVCachePolicy) -> dict[str, Any]:
     """The settings with ``sessions`` true or false, so that all processes agree.
@@ -106,11 +109,24 @@ def session_files(vllm_config: Any) -> SessionFiles | None:
     if sessions.session_url is not None:
         identity = _identity(vllm_config, settings, of_replicas=True)
         storage = open_storage(sessions.session_url, identity.fingerprint)
-        return SessionFiles(storage, identity, ranks, heads)
+        age_s = _max_source_age_s(sessions)
+        return SessionFiles(storage, identity, ranks, heads, age_s)
     if sessions.session_dir is not None:
         identity = _identity(vllm_config, settings)
         return SessionFolder(sessions.session_dir, identity, ranks, heads)
     return None
+
+
+def _max_source_age_s(sessions: SessionSettings) -> float:
+    """A file in a shared store needs no file that was written earlier.
+
+    Files are deleted by the time of writing them, by any replica or by the bucket's own
+    rule, also when later ones need them. Later turns lose so much of their time.
+    """
+    limits = [_MAX_SOURCE_AGE_S]
+    if sessions.session_max_age_s is not None:
+        limits.append(sessions.session_max_age_s / 4)
+    return min(limits)
 
 
 def _heads(vllm_config: Any, policy: KVCachePolicy) -> Heads | None:

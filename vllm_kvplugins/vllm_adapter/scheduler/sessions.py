@@ -151,8 +151,7 @@ class SchedulerSessions:
         self._prompts: WeakKeyDictionary[Any, Tokens] = WeakKeyDictionary()
         self._dtype = settings.session_dtype
         self._query_bytes = _query_bytes_per_token(vllm_config, self._dtype)
-        for found in scan.sessions:
-            self.directory.add_file(found.session, found.age_s, found.file_bytes)
+        self.directory.add_files(scan.sessions)
         if self._store is not None:
             self._store.start()
         elif files is not None:
@@ -422,7 +421,7 @@ class SchedulerSessions:
         table = self._manager.req_to_blocks.get(request.request_id, ())
         blocks = table[first : self._num_blocks(tokens)]
         assert not any(block.is_null for block in blocks), "a resident block is free"
-        return self._save(request, tokens, compaction, blocks, admission.first_query)
+        return self._save(request, tokens, compaction, blocks, admission)
 
     def _save(
         self,
@@ -430,7 +429,7 @@ class SchedulerSessions:
         tokens: int,
         compaction: Compaction | None,
         blocks: Sequence[Any],
-        first_computed_query: int,
+        admission: Admission,
     ) -> int:
         """Save the first ``tokens`` tokens of a request, which are in ``blocks``.
 
@@ -441,7 +440,7 @@ class SchedulerSessions:
             tokens,
             request.num_computed_tokens,
             self._policy.queries_needed,
-            first_computed_query,
+            admission.first_query,
             compaction.at_tokens if compaction else 0,
         )
         slots = len(blocks) * self._manager.block_size
@@ -464,7 +463,10 @@ class SchedulerSessions:
             num_bytes=page_bytes + query_bytes + host_bytes,
             first_query=first_query,
         )
-        if not self.directory.save(session, request.request_id, _block_ids(blocks)):
+        continued = admission.session.session_id if admission.session else None
+        if not self.directory.save(
+            session, request.request_id, _block_ids(blocks), continued
+        ):
             return 0
         if self._store is not None:
             self._store.add_known(session.session_id)
