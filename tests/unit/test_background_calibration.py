@@ -74,7 +74,7 @@ def engine(
 ) -> Any:
     """vLLM's configuration, as far as a measurement reads it."""
     if request is None:
-        request = {"name": "epicache", "allocator": "sensitivity"}
+        request = {"name": "epicache"}
     config = LLAMA | changes
     return SimpleNamespace(
         additional_config={"kv_policy": request} if request else {},
@@ -160,7 +160,7 @@ def test_the_command_gets_model_and_place_and_the_log_the_result(
 
 OFF = {
     "no policy": {"request": False},
-    "another allocator": {"request": {"name": "epicache"}},
+    "another allocator": {"request": {"name": "epicache", "allocator": "pyramid"}},
     "a policy without an allocator": {"request": {"name": "quest"}},
     "the option": {
         "request": {

@@ -391,7 +391,8 @@ def test_other_layer_budgets_find_no_files(tmp_path):
 
 
 def test_default_layer_budgets_keep_the_fingerprint(tmp_path):
-    named = fingerprint(tmp_path, None, name="epicache", allocator="head-adaptive")
+    default = {"name": "sensitivity", "floor": 0.5}
+    named = fingerprint(tmp_path, None, name="epicache", allocator=default)
     assert named == fingerprint(tmp_path, None, name="epicache")
 
 

@@ -15,7 +15,7 @@ from vllm_kvplugins.budgets import parse_allocator
 from vllm_kvplugins.budgets.rounding import in_proportion
 from vllm_kvplugins.budgets.sensitivity_profile import read_profile, shipped_profiles
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.model_config import ConfigOnlyModel
 from vllm_kvplugins.vllm_adapter.config import layer_budgets
 
@@ -277,6 +277,23 @@ def test_without_a_shipped_profile_the_log_says_uniform(caplog):
     (record,) = caplog.records
     assert "no sensitivity profile of this model is shipped" in record.message
     assert "all layers get the same budget" in record.message
+
+
+def test_a_model_without_a_fingerprint_gets_equal_layers_and_is_not_measured(caplog):
+    """epicache asks for layer budgets by default, so they must not refuse a model."""
+
+    def unknown():
+        raise KVPolicyError(coded("KVP104", "a configuration of another kind"))
+
+    request = {"name": "epicache"}
+    with caplog.at_level(logging.INFO, "vllm.kv_policy"):
+        granted = layer_budgets.resolve_allocator(
+            request, parse_policy(request), unknown
+        )
+    settled = parse_policy(granted).page_allocator()
+    assert settled.measured is None
+    assert not settled.wants_calibration
+    assert "a configuration of another kind" in caplog.text
 
 
 def test_a_named_profile_stays(tmp_path, caplog):

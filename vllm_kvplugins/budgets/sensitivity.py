@@ -144,7 +144,12 @@ class Sensitivity(PageAllocator):
     ) -> tuple[PageAllocator, list[str]]:
         if self.measured is not None:
             return self, [self._following(self._source)]
-        fingerprint = model()
+        try:
+            fingerprint = model()
+        except KVPolicyError as error:
+            # Its profile cannot be found, nor measured.
+            equal = self.model_copy(update={"calibrate": False})
+            return equal, [f"all layers get the same budget: {error}"]
         path = shipped_profile(fingerprint)
         if path is not None:
             resolved = self._with_profile(path)

@@ -11,8 +11,8 @@ from pydantic import BeforeValidator, Field
 from vllm_kvplugins.budgets import (
     ALLOCATORS,
     Budget,
-    HeadAdaptive,
     PageAllocator,
+    Sensitivity,
     parse_allocator,
 )
 from vllm_kvplugins.episodes.settings import DEFAULT_ENCODER, Build, EpisodeSettings
@@ -86,7 +86,8 @@ class EpiCache(Wrapper):
     Differs from the paper: block boundaries are counted from the start of the
     conversation instead of its end. When the history grows, the engine need not read
     the earlier part again. While a query is answered, the cache can hold up to one
-    block more than the budget. The paper has no tool loops.
+    block more than the budget. Every layer gets half of the average before the layer
+    budgets of section 3.2 divide the rest. The paper has no tool loops.
 
     Cost: a forward pass of the patched prompt per block and episode.
     """
@@ -123,7 +124,7 @@ class EpiCache(Wrapper):
         "ends, when they have more tokens than this; null: only when the turn ends.",
     )
     allocator: Annotated[PageAllocator, BeforeValidator(parse_allocator)] = Field(
-        default=HeadAdaptive(),
+        default=Sensitivity(floor=0.5),
         description="How pages are shared between layers and KV heads: "
         + ", ".join(sorted(ALLOCATORS))
         + ".",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -21,6 +20,7 @@ from vllm_kvplugins.sessions.commands import (
 from vllm_kvplugins.sessions.eviction_order import EvictionOrder
 from vllm_kvplugins.sessions.files import FoundSession
 from vllm_kvplugins.sessions.index import SessionIndex, index_bytes
+from vllm_kvplugins.sessions.needed_files import NeededFiles
 from vllm_kvplugins.sessions.records import Counts, Match, SharedStore
 
 logger = logging.getLogger("vllm.kv_policy")
@@ -82,14 +82,6 @@ class _Write:
     needs: set[str] = field(default_factory=set)
 
 
-@dataclass(frozen=True, slots=True)
-class _KeptFiles:
-    """Files of a session that has left the directory, which others need."""
-
-    session: Session
-    num_bytes: int
-
-
 @dataclass(slots=True)
 class _Wait:
     """What a request waits for.
@@ -125,8 +117,6 @@ class SessionDirectory:
         held_bytes: bytes of sessions in memory, with pending ones and with removed
             ones whose files are being written.
         unwritten_bytes: of these, bytes of sessions whose files are not written yet.
-        written_bytes: size of the files of sessions, with those being written and those
-            that only other files need.
         index_bytes: memory for sessions that are only in files.
     """
 
@@ -149,7 +139,7 @@ class SessionDirectory:
         self.counts = Counts()
         self.held_bytes = 0
         self.unwritten_bytes = 0
-        self.written_bytes = 0
+        self._own_file_bytes = 0
         self.index_bytes = 0
         self._ranks = ranks
         self._writes = writes
@@ -166,10 +156,7 @@ class SessionDirectory:
         self._held = EvictionOrder()
         self._with_file = EvictionOrder()
         self._writes_due: dict[str, _Write] = {}
-        # How many sessions need the files of each session, and files that only others
-        # need.
-        self._needed: Counter[str] = Counter()
-        self._kept: dict[str, _KeptFiles] = {}
+        self._needed = NeededFiles()
         self._commands = SessionCommands()
         self._warned: set[str] = set()  # codes
         self._waiting: dict[str, _Wait] = {}  # by request ID
@@ -314,7 +301,7 @@ class SessionDirectory:
             self._writes_due[session.session_id] = _Write(
                 session.num_bytes, self._ranks, may_need=may_need
             )
-            self._needed.update(may_need)
+            self._needed.need(may_need)
             self.unwritten_bytes += session.num_bytes
             continues = continues if may_need else None
         else:
@@ -398,7 +385,7 @@ class SessionDirectory:
         """
         found = list(found)
         for each in found:  # so that adding one deletes none that a later one needs
-            self._needed.update(each.sources)
+            self._needed.need(each.sources)
         for each in found:
             self._add_file(each)
 
@@ -446,8 +433,7 @@ class SessionDirectory:
     def detach(self) -> None:
         """Forget all sessions, and neither write nor delete files from now on."""
         self._writes = False
-        self.written_bytes -= sum(kept.num_bytes for kept in self._kept.values())
-        self._kept.clear()
+        self._needed.forget_kept()
         for session_id in list(self._entries):
             if not self._cancel_save(session_id):
                 self._commands.drop.append(session_id)
@@ -524,10 +510,10 @@ class SessionDirectory:
                 self._set_presence(session_id, disk="absent")
                 self._unlink(entry.session)  # parts of other ranks
             elif not write.acks_due:
-                self.written_bytes += write.file_bytes - entry.file_bytes
+                self._own_file_bytes += write.file_bytes - entry.file_bytes
                 entry.file_bytes = write.file_bytes
                 entry.sources = tuple(sorted(write.needs))
-                self._needed.update(entry.sources)
+                self._needed.need(entry.sources)
                 self._set_presence(session_id, disk="present")
         if not write.acks_due:
             self._end_write(session_id)
@@ -653,7 +639,9 @@ class SessionDirectory:
             old = (
                 i
                 for i, e in entries
-                if e.disk == "present" and e.memory != "pending" and not self._needed[i]
+                if e.disk == "present"
+                and e.memory != "pending"
+                and i not in self._needed
             )
             session_id = next(old, None)
             if session_id is None:
@@ -685,7 +673,7 @@ class SessionDirectory:
                 self._on_memory_freed(session_id)
         if disk is not None:
             was, now = entry.disk != "absent", disk != "absent"
-            self.written_bytes += entry.file_bytes * (now - was)
+            self._own_file_bytes += entry.file_bytes * (now - was)
             entry.disk = disk
             self._with_file.keep(session_id, now)
             if not now:
@@ -716,26 +704,17 @@ class SessionDirectory:
         If others need them, the command follows when these are gone.
         """
         session_id = session.session_id
-        if self._needed[session_id]:
-            file_bytes = self._entries[session_id].file_bytes
-            self._kept[session_id] = _KeptFiles(session, file_bytes)
-            self.written_bytes += file_bytes
+        if session_id in self._needed:
+            self._needed.keep(session, self._entries[session_id].file_bytes)
             return
         self._commands.unlink.append(session_id)
         self._note_file_ranks(session)
 
     def _release(self, sources: Iterable[str]) -> None:
         """Note that a session does not need the files of others any more."""
-        for session_id in sources:
-            self._needed[session_id] -= 1
-            if self._needed[session_id]:
-                continue
-            del self._needed[session_id]
-            kept = self._kept.pop(session_id, None)
-            if kept is not None:
-                self.written_bytes -= kept.num_bytes
-                self._commands.unlink.append(session_id)
-                self._note_file_ranks(kept.session)
+        for session in self._needed.release(sources):
+            self._commands.unlink.append(session.session_id)
+            self._note_file_ranks(session)
 
     def _note_file_ranks(self, session: Session) -> None:
         """Tell the workers which files a session has, if it is of another size."""
@@ -762,6 +741,12 @@ class SessionDirectory:
     def __iter__(self) -> Iterator[Session]:
         """All sessions, in memory or in files."""
         return (entry.session for entry in self._entries.values())
+
+    @property
+    def written_bytes(self) -> int:
+        """Size of files: of sessions, with those being written, and those that only
+        other files need."""
+        return self._own_file_bytes + self._needed.kept_bytes
 
     @property
     def num_sessions(self) -> int:
@@ -800,14 +785,13 @@ class SessionDirectory:
         unwritten = {i: write.num_bytes for i, write in self._writes_due.items()}
         held += [size for i, size in unwritten.items() if i not in self._entries]
         written = [e.file_bytes for e in self._entries.values() if e.disk != "absent"]
-        written += [kept.num_bytes for kept in self._kept.values()]
-        needed = Counter(s for e in self._entries.values() for s in e.sources)
-        needed.update(s for write in self._writes_due.values() for s in write.may_need)
-        assert self._needed == needed, "needed files are miscounted"
-        assert self._kept.keys() <= needed.keys(), "files that nobody needs are kept"
+        self._needed.check_integrity(
+            [s for entry in self._entries.values() for s in entry.sources]
+            + [s for write in self._writes_due.values() for s in write.may_need]
+        )
         assert self.held_bytes == sum(held) <= self.memory_bytes, "memory miscounted"
         assert self.unwritten_bytes == sum(unwritten.values()), "writes miscounted"
-        assert self.written_bytes == sum(written), "files miscounted"
+        assert self._own_file_bytes == sum(written), "files miscounted"
         indexed_bytes = sum(map(_index_bytes, self._entries.values()))
         assert self.index_bytes == indexed_bytes, "the index is miscounted"
         nowhere = [

@@ -1,0 +1,84 @@
+"""Which session files others need, and files that stay only for that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vllm_kvplugins.sessions.commands import Session
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFiles:
+    """Files of a session that has left the directory.
+
+    Attributes:
+        num_bytes: their size, over all ranks.
+    """
+
+    session: Session
+    num_bytes: int
+
+
+class NeededFiles:
+    """Counts the sessions that need the files of each session.
+
+    A file that a later turn needs stays when its own session is removed, and is deleted
+    when no session needs it any more. ::
+
+        files   a <- b <- c      a and b are needed
+        remove b                 the file of b stays: c needs it
+        remove c                 delete c and b; a remains, a session of its own
+
+    Attributes:
+        kept_bytes: size of the files that stay only for others.
+    """
+
+    def __init__(self) -> None:
+        self.kept_bytes = 0
+        self._counts: Counter[str] = Counter()
+        self._kept: dict[str, KeptFiles] = {}
+
+    def __contains__(self, session_id: str) -> bool:
+        """Whether some session needs the files of this one."""
+        return session_id in self._counts
+
+    def need(self, sources: Iterable[str]) -> None:
+        """A session needs the files of these sessions, or may need them."""
+        self._counts.update(sources)
+
+    def release(self, sources: Iterable[str]) -> list[Session]:
+        """A session does not need the files of these sessions any more.
+
+        Returns:
+            Sessions whose files are to be deleted now.
+        """
+        unneeded = []
+        for session_id in sources:
+            self._counts[session_id] -= 1
+            if self._counts[session_id]:
+                continue
+            del self._counts[session_id]
+            kept = self._kept.pop(session_id, None)
+            if kept is not None:
+                self.kept_bytes -= kept.num_bytes
+                unneeded.append(kept.session)
+        return unneeded
+
+    def keep(self, session: Session, num_bytes: int) -> None:
+        """A session is removed, and others need its files."""
+        self._kept[session.session_id] = KeptFiles(session, num_bytes)
+        self.kept_bytes += num_bytes
+
+    def forget_kept(self) -> None:
+        """Nobody deletes files from now on."""
+        self._kept.clear()
+        self.kept_bytes = 0
+
+    def check_integrity(self, needed: Iterable[str]) -> None:
+        """All counts are those of ``needed``, which names a session for each need."""
+        assert self._counts == Counter(needed), "needed files are miscounted"
+        assert self._kept.keys() <= self._counts.keys(), "files stay for nobody"
+        kept = sum(each.num_bytes for each in self._kept.values())
+        assert self.kept_bytes == kept, "kept files are miscounted"
