@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -14,14 +14,17 @@ sys.path.append(str(ROOT / "benchmarks" / "quality"))
 import _path  # noqa: E402, F401
 from _evidence_auto import (  # noqa: E402
     MIN_SCORE,
+    SHARE,
     Comparison,
     choose,
     chosen_by_halves,
     comparisons,
     share_of_stock,
 )
+from _evidence_package import choosing  # noqa: E402
 from _evidence_report import Model  # noqa: E402
 from _evidence_samples import KL, MULTIKEY, PASSKEY  # noqa: E402
+from _evidence_verdicts import cell_of  # noqa: E402
 
 from vllm_kvplugins.choice.requests import Workload  # noqa: E402
 
@@ -41,7 +44,7 @@ def tables() -> str:
 
 
 def _choices() -> Iterator[str]:
-    models = _models()
+    models = choosing(_models())
     heads = ["workload", "host memory", "`min_score`", "all rows", "first half"]
     heads += ["second half", *(f"{model['model']} only" for model in models)]
     yield f"| {' | '.join(heads)} |"
@@ -60,18 +63,27 @@ def _choices() -> Iterator[str]:
 
 def _shares() -> Iterator[str]:
     models = _models()
-    yield (
-        f"| at 10 % of the context | {' | '.join(model['model'] for model in models)} |"
-    )
+    names = (_named(model["model"]) for model in models)
+    yield f"| at 10 % of the context | {' | '.join(names)} |"
     yield "|---" * (len(models) + 1) + "|"
     for workload, hosted, least in _distinct():
-        chosen = chosen_by_halves(models, workload, hosted, least)
-        cells = []
-        for model in models:
-            share, low, high = share_of_stock(model, chosen)
-            cells.append(f"{share:.0%} ({low:.0%} to {high:.0%})")
+        chosen = chosen_by_halves(choosing(models), workload, hosted, least)
+        cells = [_share(model, chosen) for model in models]
         name = " and ".join(dict.fromkeys(chosen))
         yield f"| keys found by `{name}` / by stock vLLM | {' | '.join(cells)} |"
+
+
+def _share(model: Model, chosen: Sequence[str]) -> str:
+    if not all(cell_of(model, policy, SHARE) for policy in chosen):
+        return "not measured"
+    share, low, high = share_of_stock(model, chosen)
+    return f"{share:.0%} ({low:.0%} to {high:.0%})"
+
+
+def _named(model: str) -> str:
+    """The name of a model, which says if the choice has not seen it."""
+    seen = {each["model"] for each in choosing(_models())}
+    return model if model in seen else f"{model} (not used for the choice)"
 
 
 def _distinct() -> Iterator[tuple[Workload, bool, float]]:
@@ -79,7 +91,7 @@ def _distinct() -> Iterator[tuple[Workload, bool, float]]:
     seen = set()
     for hosted, least in ((True, MIN_SCORE), (False, 0.0)):
         for workload in Workload:
-            chosen = chosen_by_halves(_models(), workload, hosted, least)
+            chosen = chosen_by_halves(choosing(_models()), workload, hosted, least)
             if chosen not in seen:
                 seen.add(chosen)
                 yield workload, hosted, least
@@ -105,7 +117,7 @@ def _answer(each: Comparison) -> str:
         mean = each.own - each.best if each.task != KL else each.best - each.own
         gap = f"{mean:+.4f} ({each.low:+.4f} to {each.high:+.4f})"
     cells = [
-        each.model,
+        _named(each.model),
         _NAMES[each.task],
         f"{show(each.own)} ({' and '.join(each.policies)})",
         show(each.stock),

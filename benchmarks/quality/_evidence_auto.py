@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from _evidence_package import compact
+from _evidence_package import choosing, compact
 from _evidence_report import Cell, Model, name_of
 from _evidence_samples import KL, MULTIKEY, PASSKEY
 from _evidence_verdicts import cell_of
@@ -141,8 +141,8 @@ def _kept(values: Sequence[Any], keep: Sequence[bool]) -> list[Any]:
 def comparisons(
     models: Sequence[Model], workload: Workload, hosted: bool = True
 ) -> list[Comparison]:
-    """``auto`` on every model and task."""
-    chosen = chosen_by_halves(models, workload, hosted, MIN_SCORE)
+    """``auto`` on every model and task, also on models that it does not choose by."""
+    chosen = chosen_by_halves(choosing(models), workload, hosted, MIN_SCORE)
     return [_compared(model, task, chosen) for model in models for task in TASKS]
 
 

@@ -20,12 +20,20 @@ from _quality_stats import STOCK
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.policies.capabilities import Trigger
 
-__all__ = ["cells_of", "compact", "written"]
+__all__ = ["cells_of", "choosing", "compact", "written"]
 
 
 def written(models: Sequence[Model]) -> str:
     """The file's text."""
-    return json.dumps(compact(models), indent=1) + "\n"
+    return json.dumps(compact(choosing(models)), indent=1) + "\n"
+
+
+def choosing(models: Sequence[Model]) -> list[Model]:
+    """The models by which policies are chosen: those with measured speeds.
+
+    A choice ranks by speed, too. The others test it on a model that it has not seen.
+    """
+    return [model for model in models if any(map(_speed, model["cells"]))]
 
 
 def compact(models: Sequence[Model]) -> dict[str, Any]:

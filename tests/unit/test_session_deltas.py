@@ -209,6 +209,27 @@ def test_files_of_a_shared_store_need_none_that_is_old(tmp_path, monkeypatch):
     assert talks.turn(70).sources == ("s2",)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.uint8])
+def test_elements_of_any_size_are_joined(dtype):
+    """Whole pages from a whole file and a delta, bit for bit."""
+    form = deltas.PageFormat("l", torch.arange(24).view(3, 8).T.reshape(4, 6))
+    raw = torch.randint(0, 255, (5, 24 * dtype.itemsize), dtype=torch.uint8)
+    pages = raw.view(dtype)
+    slots = deltas.PartSlots(torch.zeros(1).long(), torch.zeros(1, 0).int(), 3)
+    record = deltas.FileRecord(deltas.Origins((deltas.FileRef("a", "", 0),), None, 0.0))
+    lineage = deltas.Lineage(record, 10, 12, None, (slots,))
+    longer = deltas.PartSlots(slots.counts, slots.positions, 5)
+    new = [(longer, pages[:0], pages)]
+    delta = deltas.delta_of(None, 20, new, [form], lineage)
+    assert delta is not None
+    own = {"counts": slots.counts, **delta.tensors}
+    assert len(own["own"]) == 10
+    first = {"zone": pages[:0], "tail": pages[:3].clone()}
+    first["tail"].view(torch.uint8)[2, -1] ^= 1  # of a token that is computed again
+    read, _ = deltas.whole_pages(own, delta.files, [form], lambda ref: ({}, first))
+    assert torch.equal(read["tail"].view(torch.uint8), raw)
+
+
 # -- files that are not there, or others -----------------------------------------------
 
 

@@ -466,7 +466,7 @@ def _read_places(
     """Tokens of a file of either kind."""
     own = contents.get(name_of(_OWN, index))
     if own is not None:
-        tokens: torch.Tensor = own[places]
+        tokens: torch.Tensor = _bits(own)[places].view(own.dtype)
         return tokens
     ordered, back = places.sort()
     pages = [contents[name_of(key, index)] for key in PAGES]
