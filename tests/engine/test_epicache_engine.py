@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +15,7 @@ from live_server import metric, post, serving
 from s3_server import BUCKET, s3_server
 from texts import two_topics
 from tiers import tiered
+from waiting import wait_for
 
 from vllm_kvplugins.episodes.encoder import load_encoder
 from vllm_kvplugins.episodes.routing import EpisodeRouter
@@ -257,30 +259,51 @@ def test_a_server_that_idles_builds_the_other_episodes(model_path):
     assert second > tokens - 150, "the other episode was there when it was asked for"
 
 
+# -- live servers ----------------------------------------------------------------------
+
+LIVE: dict[str, Any] = {
+    "budget": 192,
+    "prefill_block": 128,
+    "episodes": 2,
+    "recluster_growth": 4,
+    "longest_patched_prompt": 64,
+    "build": "never",
+}
+FRUIT = "Which fruit ripens in the orchard?"
+TRAIN = "When do the trains leave for the mountains?"
+
+
+def options(**settings: Any) -> tuple[str, ...]:
+    """Of a server whose chats have two episodes."""
+    policy = json.dumps(LIVE | settings)
+    return (
+        *("--dtype", "float32", "--block-size", "32", "--max-model-len", "4096"),
+        *("--num-gpu-blocks-override", "200"),
+        *("--kv-policy", "epicache", "--kv-policy-config", policy),
+    )
+
+
+def third_topic() -> list[dict[str, str]]:
+    """Clustered with these messages, a chat would have other episodes."""
+    text = "violins, cellos and flutes play in the concert hall every evening"
+    return [
+        {"role": role, "content": f"{text}, number {number}"}
+        for number in range(10)
+        for role in ("user", "assistant")
+    ]
+
+
 @pytest.mark.slow
 def test_two_api_servers_send_a_question_to_the_same_episode(model_path, tmp_path):
     """The second one meets the conversation after it has grown."""
     pytest.importorskip("sentence_transformers")
     store = tmp_path / "sessions"
-    settings = {
-        "budget": 192,
-        "prefill_block": 128,
-        "session_memory": "64MiB",
-        "session_dir": str(store),
-        "episodes": 2,
-        "recluster_growth": 4,
-        "longest_patched_prompt": 64,
-        "build": "never",
-    }
-    options = (
-        *("--dtype", "float32", "--block-size", "32", "--max-model-len", "4096"),
-        *("--num-gpu-blocks-override", "200", "--api-server-count", "2"),
-        *("--kv-policy", "epicache", "--kv-policy-config", json.dumps(settings)),
-    )
+    settings = {"session_memory": "64MiB", "session_dir": str(store)}
     environment = engine_environment(
         VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_LOGGING_LEVEL="DEBUG"
     )
-    start = (sys.executable, model_path, tmp_path, *options)
+    start = (sys.executable, model_path, tmp_path, *options(**settings))
+    start += ("--api-server-count", "2")
     with serving(*start, start_s=500, **environment) as base:
 
         def ask(messages: list[dict[str, str]], **more: Any) -> dict[str, str]:
@@ -291,18 +314,13 @@ def test_two_api_servers_send_a_question_to_the_same_episode(model_path, tmp_pat
         def files(ending: str) -> int:
             return len(list(store.glob(f"*/*{ending}.safetensors")))
 
-        question = {"role": "user", "content": "Which fruit ripens in the orchard?"}
+        question = {"role": "user", "content": FRUIT}
         messages = [*two_topics(), question]
         for _ in range(6):  # by both, so that neither writes
             ask(messages, vllm_xargs={"kv_session": False}, cache_salt="other")
         assert (files(".clustering"), files(".r0of1")) == (0, 0)
         messages.append(ask(messages))
-        text = "violins, cellos and flutes play in the concert hall every evening"
-        messages += [
-            {"role": role, "content": f"{text}, number {number}"}
-            for number in range(10)
-            for role in ("user", "assistant")
-        ]
+        messages += third_topic()
         turns = 8
         for _ in range(turns):  # each in a connection of its own
             messages.append(question)
@@ -321,3 +339,118 @@ def test_two_api_servers_send_a_question_to_the_same_episode(model_path, tmp_pat
         )
         assert found >= 1, "counted in any of the two API servers"
         assert (saved, failures) == (1, 0)
+
+
+# A question of each topic goes to each engine, then the next two, and so on.
+ASKED = [FRUIT, FRUIT, TRAIN, TRAIN] * 3
+ENGINES = [0, 1] * 6
+
+
+def asked(
+    base: str, engines: list[int] | list[None], is_saved: Callable[[int], bool]
+) -> list[tuple[list[int], dict[str, Any]]]:
+    """Token IDs and reports of a conversation, in which a topic joins the first two.
+
+    Args:
+        engines: where each turn is sent; None: there is only one.
+        is_saved: whether an engine that looks now finds so many turns.
+    """
+    messages, answers = two_topics(), []
+    for question, engine in zip(ASKED, engines, strict=True):
+        messages.append({"role": "user", "content": question})
+        answer = post(
+            base,
+            "/v1/chat/completions",
+            {} if engine is None else {"X-data-parallel-rank": str(engine)},
+            messages=messages,
+            max_tokens=8,
+            ignore_eos=True,
+            return_token_ids=True,
+            vllm_xargs={"kv_report": True},
+        )
+        choice, report = answer["choices"][0], answer["kv_transfer_params"]
+        answers.append((choice["token_ids"], report["kv_policy"]))
+        messages.append({"role": "assistant", "content": choice["message"]["content"]})
+        if len(answers) == 1:
+            messages += third_topic()
+        # People read an answer before they reply, so it is saved by then.
+        wait_for(lambda: is_saved(len(answers)), 60)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def computed(model_path, tmp_path_factory):
+    """Answers of a server with one engine, which computes every history."""
+    pytest.importorskip("sentence_transformers")
+    folder = tmp_path_factory.mktemp("alone")
+    environment = engine_environment(VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    start = (sys.executable, model_path, folder, *options(sessions=False))
+    with serving(*start, start_s=500, **environment) as base:
+        answers = asked(base, [None] * len(ASKED), lambda turns: True)
+    assert [report["session_tokens"] for _, report in answers] == [0] * len(ASKED)
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    ("place", "api_servers"),
+    [("session_url", 1), ("session_url", 2), ("session_dir", 2)],
+)
+def test_engines_of_one_server_answer_from_the_same_episodes(
+    model_path, tmp_path, computed, place, api_servers
+):
+    """Each turn goes to the engine that did not get the last one."""
+    store = tmp_path / "sessions"
+    if place == "session_url":
+        settings = {"session_url": f"file://{store}", "session_refresh_s": None}
+        settings |= {"session_lookup_s": 30, "session_load_s": 60}
+    else:
+        settings = {"session_dir": str(store)}
+    environment = engine_environment(
+        VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_LOGGING_LEVEL="DEBUG"
+    )
+    start = (sys.executable, model_path, tmp_path)
+    start += options(session_memory="64MiB", **settings)
+    start += ("--data-parallel-size", "2", "--api-server-count", str(api_servers))
+
+    def files(ending: str) -> int:
+        return len(list(store.glob(f"*/*{ending}.safetensors")))
+
+    # Up to six processes start, one after the other.
+    with serving(*start, start_s=600, **environment) as base:
+        answers = asked(base, ENGINES, lambda turns: files(".r0of1") == turns)
+        counts = {
+            name: metric(base, f"vllm:kv_policy_{name}_total")
+            for name in (
+                *("session_hits", "session_misses", "session_store_hits"),
+                *("session_failures", "session_store_failures"),
+                *("clusterings_saved", "clusterings_failures"),
+            )
+        }
+    assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in computed]
+    reports = [report for _, report in answers]
+    episodes = [report["episode"] for report in reports]
+    assert episodes == [report["episode"] for _, report in computed]
+    assert episodes[:4] * 3 == episodes
+    assert episodes[0] == episodes[1] != episodes[2] == episodes[3]
+    assert all(2 * r["held_blocks"] < r["stock_blocks"] for r in reports)
+    # Of each episode, the first question to anyone, or to each engine, is a miss.
+    misses = [0, 2] if place == "session_url" else [0, 1, 2, 3]
+    restored = [report["session_tokens"] for report in reports]
+    assert [turn for turn, tokens in enumerate(restored) if not tokens] == misses
+    assert min(tokens for tokens in restored if tokens) > 400
+    hits = len(ASKED) - len(misses)
+    assert counts == {
+        "session_hits": hits,
+        "session_misses": len(misses),
+        "session_store_hits": hits if place == "session_url" else 0,
+        "session_failures": 0,
+        "session_store_failures": 0,
+        "clusterings_saved": 1,
+        "clusterings_failures": 0,
+    }
+    assert files(".clustering") == 1
+    (log,) = tmp_path.glob("server-*.log")
+    found = "found: True" in log.read_text()
+    assert found == (api_servers == 2), "with two, one server got all requests"

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -245,3 +245,61 @@ def test_engines_of_one_server_continue_each_others_conversations(
     assert answers == expected
     assert hits == store_hits == 2 * (len(LIVE_QUESTIONS) - 1)
     assert failures == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_engines_of_one_server_with_one_directory(tiny_model, tmp_path, expected):
+    """Each has its own sessions there. After a restart, both have all of them."""
+    folder = tmp_path / "sessions"
+    settings = {"ratio": 0.3, "session_dir": str(folder), "session_memory": "64MiB"}
+    start = (sys.executable, tiny_model, tmp_path, *ENGINE, "--data-parallel-size", "2")
+    start += ("--kv-policy", "flowkv", "--kv-policy-config", json.dumps(settings))
+    environment = engine_environment(VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    clients = [Client(seed, [Place("")]) for seed in range(2)]
+
+    def server() -> AbstractContextManager[str]:
+        return serving(*start, start_s=600, **environment)
+
+    def turns(base: str, questions: list[int]) -> None:
+        """Each goes to the engine that did not get the last one."""
+        for client in clients:
+            ranks = (client.seed, 1 - client.seed)
+            client.places = cycle([Place(base, rank) for rank in ranks])
+            for question in questions:
+                before = files()
+                client.turn(question)
+                wait_for(lambda n=before: files() > n, 60)
+
+    def counts(base: str) -> tuple[float, ...]:
+        names = ("hits", "misses", "store_hits", "failures")
+        return tuple(metric(base, f"vllm:kv_policy_session_{n}_total") for n in names)
+
+    def files() -> int:
+        return files_at(f"file://{folder}")
+
+    def used() -> int:
+        return sum(path.stat().st_size for path in folder.glob("*/*"))
+
+    def counted(base: str) -> float:
+        return metric(base, "vllm:kv_policy_session_disk_bytes")
+
+    with server() as base:
+        turns(base, LIVE_QUESTIONS[:2])
+        assert counts(base) == (0, 4, 0, 0), "each engine has the other one's turn"
+        # Files that were not complete at the last step are counted as estimated.
+        assert counted(base) == pytest.approx(used(), rel=0.2)
+    found = used()
+    with server() as base:
+        turns(base, LIVE_QUESTIONS[2:])
+        assert [client.answers for client in clients] == expected
+        assert counts(base) == (4, 0, 0, 0), "found at the start, or saved since"
+        assert counted(base) == pytest.approx(used() + found, rel=0.2)
+        # The first turn again, on each engine. Its file is replaced and stays: those of
+        # later turns need it.
+        for seed in range(2):
+            for rank in range(2):
+                client = Client(seed, [Place(base, rank)])
+                client.turn(LIVE_QUESTIONS[0])
+                assert client.answers == expected[seed][:1]
+        assert counts(base) == (8, 0, 0, 0)

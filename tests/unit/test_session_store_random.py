@@ -35,14 +35,22 @@ MEMORY_BYTES, DISK_BYTES, MAX_AGE_S = 64 * 40, 1200 * 60, 400.0
 
 
 class Machine:
-    """One engine after the other with the same ``session_dir``."""
+    """One engine after the other with the same ``session_dir``.
 
-    def __init__(self, root: Path, seed: int) -> None:
+    Args:
+        other: an engine that runs at the same time, with the same directory and
+            conversations.
+    """
+
+    def __init__(self, root: Path, seed: int, other: Machine | None = None) -> None:
         self.rng = random.Random(seed)
         self.root, self.now, self.number = root, 0.0, 0
         self.histories: list[Tokens] = [np.arange(8, dtype=np.int32)]
         self.responds = threading.Event()
         self.responds.set()
+        self.seed = seed
+        if other is not None:
+            self.histories, self.responds = other.histories, other.responds
         self.full = False
         self.hits = 0
         self.deltas = 0
@@ -112,12 +120,12 @@ class Machine:
             if rng.random() < 0.5:
                 self.wait_for_reads()
             self.directory.stop_waiting(name)
-        self.histories = [*self.histories[-30:], prompt]
+        self.histories[:] = [*self.histories[-30:], prompt]
         self.pool.caches[name] = prompt
         at = rng.choice((0, len(prompt) // 8 * 4))
         span = BlockSpan(0, at // 4)
         compaction = Compaction(at, span, span) if at else None
-        name_of = f"s{self.number}"
+        name_of = f"s{self.seed}-{self.number}"
         size = num_bytes(prompt)
         done = Session(name_of, owner, prompt, compaction, size, len(prompt))
         self.directory.save(done, name, (), continued)
@@ -270,3 +278,46 @@ def test_any_operations_and_faults_give_no_wrong_token(tmp_path, caplog):
     print(machine.hits, machine.deltas, counts)
     assert machine.deltas > OPERATIONS / 100
     assert machine.hits > OPERATIONS / 100
+
+
+def test_engines_that_run_at_the_same_time_give_no_wrong_token(tmp_path, caplog):
+    """Two, with one directory. Each may delete what both have found at a start."""
+    caplog.set_level(logging.CRITICAL, "vllm.kv_policy")
+    seed = int(os.environ.get("KVP_TEST_SEED", "20261127"))
+    print("seed", seed)
+    with disk(lambda: machines[0]):
+        machines = [Machine(tmp_path / "sessions", seed)]
+        machines.append(Machine(tmp_path / "sessions", seed + 1, machines[0]))
+        failures = 0
+        for number in range(OPERATIONS):
+            machine = machines[number % 2]
+            operations: dict[Callable[[], None], int] = {
+                machine.request: 30,
+                machine.step: 40,
+                machine.pass_time: 10,
+                machine.reset: 1,
+                machine.restart: 2,
+            }
+            before = machine.directory
+            names, weights = list(operations), list(operations.values())
+            machine.rng.choices(names, weights)[0]()
+            if machine.directory is not before:
+                failures += before.counts.failures
+            if number % 50 == 0:
+                for each in machines:
+                    each.directory.check_integrity()
+        for machine in machines:
+            machine.finish()
+    directories = [machine.directory for machine in machines]
+    failures += sum(directory.counts.failures for directory in directories)
+    hits = sum(machine.hits for machine in machines)
+    files = list(machines[0].files.folder.iterdir())
+    used = sum(file.stat().st_size for file in files)
+    counted = sum(directory.written_bytes for directory in directories)
+    print(hits, failures, used, counted)
+    assert hits > OPERATIONS / 100
+    assert failures > 0, "neither has read what the other one had deleted"
+    assert used <= counted <= 2 * DISK_BYTES
+    known = {each for directory in directories for each in directory.on_disk}
+    known |= {each for directory in directories for each in directory.kept_files}
+    assert {file.name.partition(".")[0] for file in files} <= known

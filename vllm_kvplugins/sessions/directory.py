@@ -768,6 +768,11 @@ class SessionDirectory:
         """IDs of sessions that all ranks have in files."""
         return {i for i, e in self._entries.items() if e.disk == "present"}
 
+    @property
+    def kept_files(self) -> set[str]:
+        """IDs of removed sessions whose files others need."""
+        return self._needed.kept
+
     def check_integrity(self) -> None:
         """Each session is in memory or a file, and can be found; sizes are correct."""
         sizes = {i: e.session.num_bytes for i, e in self._entries.items()}

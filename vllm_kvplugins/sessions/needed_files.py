@@ -44,6 +44,11 @@ class NeededFiles:
         """Whether some session needs the files of this one."""
         return session_id in self._counts
 
+    @property
+    def kept(self) -> set[str]:
+        """IDs of sessions whose files stay only for others."""
+        return set(self._kept)
+
     def need(self, sources: Iterable[str]) -> None:
         """A session needs the files of these sessions, or may need them."""
         self._counts.update(sources)
