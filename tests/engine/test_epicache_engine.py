@@ -348,14 +348,19 @@ ENGINES = [0, 1] * 6
 
 def asked(
     base: str, engines: list[int] | list[None], is_saved: Callable[[int], bool]
-) -> list[tuple[list[int], dict[str, Any]]]:
-    """Token IDs and reports of a conversation, in which a topic joins the first two.
+) -> dict[str, list[Any]]:
+    """A conversation, in which a topic joins the first two.
 
     Args:
         engines: where each turn is sent; None: there is only one.
         is_saved: whether an engine that looks now finds so many turns.
+
+    Returns:
+        Per turn, token IDs of the answer and the report; log-probabilities of all
+        tokens.
     """
-    messages, answers = two_topics(), []
+    messages = two_topics()
+    answers: dict[str, list[Any]] = {"tokens": [], "logprobs": [], "reports": []}
     for question, engine in zip(ASKED, engines, strict=True):
         messages.append({"role": "user", "content": question})
         answer = post(
@@ -365,16 +370,20 @@ def asked(
             messages=messages,
             max_tokens=8,
             ignore_eos=True,
+            logprobs=True,
             return_token_ids=True,
             vllm_xargs={"kv_report": True},
         )
         choice, report = answer["choices"][0], answer["kv_transfer_params"]
-        answers.append((choice["token_ids"], report["kv_policy"]))
+        answers["tokens"].append(choice["token_ids"])
+        answers["logprobs"] += [t["logprob"] for t in choice["logprobs"]["content"]]
+        answers["reports"].append(report["kv_policy"])
         messages.append({"role": "assistant", "content": choice["message"]["content"]})
-        if len(answers) == 1:
+        turns = len(answers["reports"])
+        if turns == 1:
             messages += third_topic()
         # People read an answer before they reply, so it is saved by then.
-        wait_for(lambda: is_saved(len(answers)), 60)
+        wait_for(lambda n=turns: is_saved(n), 60)
     return answers
 
 
@@ -387,7 +396,7 @@ def computed(model_path, tmp_path_factory):
     start = (sys.executable, model_path, folder, *options(sessions=False))
     with serving(*start, start_s=500, **environment) as base:
         answers = asked(base, [None] * len(ASKED), lambda turns: True)
-    assert [report["session_tokens"] for _, report in answers] == [0] * len(ASKED)
+    assert not any(report["session_tokens"] for report in answers["reports"])
     return answers
 
 
@@ -428,10 +437,12 @@ def test_engines_of_one_server_answer_from_the_same_episodes(
                 *("clusterings_saved", "clusterings_failures"),
             )
         }
-    assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in computed]
-    reports = [report for _, report in answers]
+    assert answers["tokens"] == computed["tokens"]
+    # Another episode may prefer the same tokens, but not as strongly.
+    assert answers["logprobs"] == pytest.approx(computed["logprobs"], abs=1e-3)
+    reports = answers["reports"]
     episodes = [report["episode"] for report in reports]
-    assert episodes == [report["episode"] for _, report in computed]
+    assert episodes == [report["episode"] for report in computed["reports"]]
     assert episodes[:4] * 3 == episodes
     assert episodes[0] == episodes[1] != episodes[2] == episodes[3]
     assert all(2 * r["held_blocks"] < r["stock_blocks"] for r in reports)
