@@ -14,6 +14,7 @@ import torch
 from fake_sessions import SessionEngine
 from replica import BLOCK as STORE_BLOCK
 from replica import IDENTITY, Replica, ids, talk
+from test_head_shards import TOKENS, Dense, check_equal
 from test_session_store import session, tokens
 from test_sessions_runtime import BLOCK, ENDS, PROMPTS, flow, run, says, small
 from typer.testing import CliRunner
@@ -28,10 +29,12 @@ from vllm_kvplugins.sessions.files import (
     SessionFolder,
     WrittenFile,
 )
+from vllm_kvplugins.sessions.head_shards import Heads
 from vllm_kvplugins.sessions.object_store import open_storage
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot
 from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
+FORM = torch.arange(6).view(3, 2).T  # a page of two slots
 PARTS = ("counts", "positions", "retained", "tail")
 
 
@@ -228,6 +231,31 @@ def test_elements_of_any_size_are_joined(dtype):
     first["tail"].view(torch.uint8)[2, -1] ^= 1  # of a token that is computed again
     read, _ = deltas.whole_pages(own, delta.files, [form], lambda ref: ({}, first))
     assert torch.equal(read["tail"].view(torch.uint8), raw)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_another_tensor_parallel_size_reads_them(tmp_path, ranks):
+    """Each of its ranks joins or cuts heads of files that need others."""
+    dense, form = Dense((4,), compacted=False), deltas.PageFormat("l0", FORM)
+    heads = Heads((4,))
+    two = SessionFolder(tmp_path, Identity.of(model="m"), 2, heads)
+    two.prepare()
+    ids_of = np.arange(TOKENS, dtype=np.int32)
+    for rank in range(2):
+        first = dense.part(rank, 2)
+        two.write(Session("a", "o", ids_of, None, 99, 13), rank, first, [form])
+        slots = tuple(part.slots for part in first.parts)
+        lineage = deltas.Lineage(first.file, 2, TOKENS, None, slots)
+        second = Session("b", "o", ids_of, None, 99, 13)
+        saved = dense.part(rank, 2)
+        assert two.write(second, rank, saved, [form], lineage).sources == ("a",)
+    other = SessionFolder(tmp_path, Identity.of(model="m"), ranks, heads)
+    (found,) = [each for each in other.scan().sessions if each.sources]
+    assert (found.session.session_id, found.sources) == ("b", ("a",))
+    for rank in range(ranks):
+        read = other.read("b", rank, found.session.file_ranks, [form])
+        check_equal(read, dense.part(rank, ranks))
+        assert read.file.origins is None, "its files are not of these heads"
 
 
 # -- files that are not there, or others -----------------------------------------------
