@@ -20,7 +20,7 @@ from test_sessions_runtime import BLOCK, ENDS, PROMPTS, flow, run, says, small
 from typer.testing import CliRunner
 
 from vllm_kvplugins.cli.app import app
-from vllm_kvplugins.sessions import deltas
+from vllm_kvplugins.sessions import deltas, tensor_file
 from vllm_kvplugins.sessions.commands import Session, SessionAck
 from vllm_kvplugins.sessions.directory import SessionDirectory
 from vllm_kvplugins.sessions.files import (
@@ -258,6 +258,19 @@ def test_another_tensor_parallel_size_reads_them(tmp_path, ranks):
         assert read.file.origins is None, "its files are not of these heads"
 
 
+def test_slots_in_files_that_are_not_listed_are_refused():
+    form = deltas.PageFormat("l", FORM)
+    own = {
+        "counts": torch.zeros(1).long(),
+        "file": torch.tensor([0, 2], dtype=torch.uint8),
+        "place": torch.zeros(2, dtype=torch.int32),
+        "own": torch.zeros(1, 3),
+    }
+    ref = deltas.FileRef("a", "", 0)
+    with pytest.raises(ValueError, match="not all in 2 files"):
+        deltas.whole_pages(own, [ref], [form], lambda ref: ({}, {}))
+
+
 # -- files that are not there, or others -----------------------------------------------
 
 
@@ -333,6 +346,34 @@ def test_files_that_others_need_stay_until_these_are_gone():
     listing.evict("b")
     listing.check_integrity()
     assert sorted(listing.take_commands().unlink) == ["a", "b"]
+    assert listing.written_bytes == 0
+
+
+def test_a_file_that_stays_for_another_keeps_what_it_needs():
+    """So that it can be read: an engine that starts later finds its session."""
+    listing = directory()
+    saved(listing, "a", 3, None)
+    saved(listing, "b", 5, "a", sources=("a",))
+    saved(listing, "c", 7, "b", sources=("b",))
+    for name in ("a", "b"):
+        listing.evict(name)
+        listing.check_integrity()
+        assert listing.take_commands().unlink == []
+    assert listing.kept_files == {"a", "b"}
+    listing.evict("c")
+    listing.check_integrity()
+    assert sorted(listing.take_commands().unlink) == ["a", "b", "c"]
+
+
+def test_after_a_detach_nothing_is_deleted():
+    listing = directory()
+    saved(listing, "a", 3, None)
+    saved(listing, "b", 5, "a", sources=("a",))
+    saved(listing, "c", 7, "b", sources=("b",))
+    listing.evict("b")
+    listing.detach()
+    listing.check_integrity()
+    assert listing.take_commands().unlink == []
     assert listing.written_bytes == 0
 
 
@@ -457,6 +498,24 @@ def test_old_sessions_that_new_ones_need_are_left(two_turns, tmp_path):
         os.utime(path, (0, 0))
     invoke("delete", url, "--older-than", 1)
     assert left_in(url) == {first, second}
+
+
+def test_what_a_session_needs_is_no_garbage_although_it_cannot_be_read(tmp_path):
+    """As a file of the middle turn, when that of the first one is gone."""
+    talks = Conversation(tmp_path, small("full"))
+    for prompt in (40, 50, 60):
+        talks.turn(prompt)
+    storage, name = talks.files.storage, talks.files.name("s2", 0)
+    about, tensors = storage.read(name)
+    refs = deltas.unpacked_refs(about.pop("files"))
+    about["files"] = deltas.packed_refs(refs[1:])  # the last one needs s1 only
+    del about["digest"], about["header"]
+    about["header"] = tensor_file.digest(about, {"tokens": tensors["tokens"]})
+    about["digest"] = tensor_file.digest(about, tensors)
+    storage.write(name, tensors, about)
+    talks.files.path("s0", 0).unlink()
+    assert "0 files of incomplete sessions" in invoke("gc", tmp_path)
+    assert left_in(str(tmp_path)) == {"s1", "s2"}
 
 
 def test_a_session_without_what_it_needs_is_garbage(two_turns, tmp_path):

@@ -255,7 +255,8 @@ class Store(RuleBasedStateMachine):
             assert not nowhere, f"parked, and not in memory: {nowhere}"
             on_disk = [name for w in self.workers for name in w.files | w.writing]
             for worker in self.workers:
-                for name in self.directory.on_disk & worker.files:
+                stay = self.directory.on_disk | self.directory.kept_files
+                for name in stay & worker.files:
                     assert worker.files.issuperset(worker.sources[name]), "deleted"
             written = sum(self.file_sizes[name] for name in on_disk)
             # The directory learns a file's exact size when it is written.
@@ -283,8 +284,7 @@ class Store(RuleBasedStateMachine):
             needed = {source for name in known for source in worker.sources[name]}
             # What one rank's file needs, all ranks keep.
             assert known | needed <= worker.files
-            others = [w.sources[name] for w in self.workers for name in known]
-            assert worker.files - known <= {s for each in others for s in each}
+            assert worker.files - known == self.directory.kept_files
 
 
 def test_any_operations_leave_the_directory_consistent(caplog):

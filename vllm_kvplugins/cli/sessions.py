@@ -77,7 +77,7 @@ def show_session(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show one session, and read its files to check their contents."""
-    files = _chosen(place, [name])
+    files = _chosen(place, [name], _files(place))
     ids = sorted({file.session_id for file in files})
     if len(ids) > 1:
         fail(coded("KVP605", f"{name} is not unique: {', '.join(ids)}; write more"))
@@ -115,17 +115,17 @@ def delete_sessions(
     if bool(names) + everything + (older_than_h is not None) != 1:
         message = "choose sessions: give IDs, or --all, or --older-than HOURS"
         fail(coded("KVP603", message), 2)
-    files = _chosen(place, names) if names else _files(place)
+    every = _files(place)
+    files = _chosen(place, names, every) if names else every
     found = _clusterings(place)
     if names:
         found = _of_conversations(found, files)
+        files += _needing(files, every)
     if older_than_h is not None:
         before = time.time() - 3600 * older_than_h
         files = [file for file in files if file.last_used < before]
         found = [each for each in found if each.last_used < before]
-        files = _not_needed(files, place)
-    else:
-        files += _needing(files, place)
+        files = _not_needed(files, every)
     _delete([*files, *found])
     text = f"removed {len({file.session_id for file in files})} sessions"
     if found:
@@ -185,9 +185,8 @@ def _store_errors() -> Iterator[None]:
             fail(coded("KVP608", str(error)))
 
 
-def _chosen(place: str, names: list[str]) -> list[FoundFile]:
+def _chosen(place: str, names: list[str], files: list[FoundFile]) -> list[FoundFile]:
     """Files of the sessions whose IDs begin with ``names``."""
-    files = _files(place)
     unknown = [n for n in names if not any(_named(f, [n]) for f in files)]
     if unknown:
         message = (
@@ -259,19 +258,18 @@ def _files(place: str) -> list[FoundFile]:
         return list_files(open_folders(place))
 
 
-def _needing(chosen: list[FoundFile], place: str) -> list[FoundFile]:
+def _needing(chosen: list[FoundFile], files: list[FoundFile]) -> list[FoundFile]:
     """Files that cannot be loaded without the chosen ones."""
     from vllm_kvplugins.sessions.inspection import needing
 
-    return needing(chosen, _files(place))
+    return needing(chosen, files)
 
 
-def _not_needed(chosen: list[FoundFile], place: str) -> list[FoundFile]:
-    """Chosen files that no other file needs, besides chosen ones."""
-    ids = {file.session_id for file in chosen}
-    others = [file for file in _files(place) if file.session_id not in ids]
-    needed = {source for file in others for source in file.sources}
-    return [file for file in chosen if file.session_id not in needed]
+def _not_needed(chosen: list[FoundFile], files: list[FoundFile]) -> list[FoundFile]:
+    """The chosen files without those that another file needs."""
+    from vllm_kvplugins.sessions.inspection import not_needed
+
+    return not_needed(chosen, files)
 
 
 def _clusterings(place: str) -> list[FoundClustering]:

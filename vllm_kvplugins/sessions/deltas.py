@@ -321,20 +321,19 @@ def _taken(
     """
     size, width = form.slots.shape
     out = torch.empty(len(slots), width, dtype=pages[0].dtype)
-    for source, first, some, at in _by_tensor(pages, slots, size, width):
+    for source, first, some in _by_tensor(pages, slots, size, width):
         page, slot = (slots[some] - first) // size, slots[some] % size
-        elements = _bits(source)[page[:, None], form.slots[slot]]
-        _bits(out)[at] = elements
+        _bits(out)[some] = _bits(source)[page[:, None], form.slots[slot]]
     return out
 
 
 def _by_tensor(
     pages: Sequence[torch.Tensor], slots: torch.Tensor, size: int, width: int
-) -> Iterator[tuple[torch.Tensor, int, slice, slice]]:
+) -> Iterator[tuple[torch.Tensor, int, slice]]:
     """Pieces of ascending slots, each in one tensor.
 
     Yields:
-        The tensor, its first slot, and twice the indices of the piece in ``slots``.
+        The tensor, its first slot, and the indices of the piece in ``slots``.
     """
     at_once = max(_PIECE_BYTES // (width * pages[0].element_size()), 1)
     first = 0
@@ -343,7 +342,7 @@ def _by_tensor(
         bounds = torch.searchsorted(slots, torch.tensor([first, stop]))
         for start in range(int(bounds[0]), int(bounds[1]), at_once):
             some = slice(start, min(start + at_once, int(bounds[1])))
-            yield each, first, some, some
+            yield each, first, some
         first = stop
 
 
@@ -400,7 +399,7 @@ def whole_pages(
         for i in range(len(formats))
     )
     pages = [
-        _empty_pages(tensors, origin, form, i)
+        _empty_pages(tensors, origin, form, i, len(files))
         for i, (origin, form) in enumerate(zip(origins, formats, strict=True))
     ]
     for number in range(len(files) + 1):
@@ -409,6 +408,7 @@ def whole_pages(
             slots = (origins[i].file == number).nonzero().flatten()
             places = origins[i].place[slots].long()
             _fill(pages[i], slots, form, contents, places, i)
+        del contents  # before the next file is read
     named = {
         name_of(key, i): pages[i][part]
         for i in range(len(formats))
@@ -422,8 +422,13 @@ def _empty_pages(
     origin: PartOrigin,
     form: PageFormat,
     index: int,
+    num_files: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages of the retained region and behind it, filled with zeros."""
+    """Pages of the retained region and behind it, filled with zeros.
+
+    Args:
+        num_files: that the own file needs.
+    """
     own = tensors[name_of(_OWN, index)]
     size, width = form.slots.shape
     if own.shape[1:] != (width,) or origin.file.shape != origin.place.shape:
@@ -432,6 +437,9 @@ def _empty_pages(
     retained = int(tensors[name_of("counts", index)].sum())
     if rest or not 0 <= retained <= num_pages:
         raise ValueError(f"{len(origin.file)} slots for {retained} pages")
+    unknown = (origin.file > num_files) & (origin.file != _UNUSED)
+    if bool(unknown.any()) or bool((origin.place < 0).any()):
+        raise ValueError(f"its slots are not all in {num_files + 1} files")
     sizes = retained, num_pages - retained
     first, second = (torch.zeros(n, size * width, dtype=own.dtype) for n in sizes)
     return first, second
@@ -452,7 +460,7 @@ def _fill(
         places: int64 [m], where they are among the file's slots.
     """
     size, width = form.slots.shape
-    for target, first, some, _ in _by_tensor(pages, slots, size, width):
+    for target, first, some in _by_tensor(pages, slots, size, width):
         page, slot = (slots[some] - first) // size, slots[some] % size
         read = _read_places(contents, places[some], form, index)
         if read.dtype != target.dtype:

@@ -705,7 +705,8 @@ class SessionDirectory:
         """
         session_id = session.session_id
         if session_id in self._needed:
-            self._needed.keep(session, self._entries[session_id].file_bytes)
+            entry = self._entries[session_id]
+            self._needed.keep(session, entry.file_bytes, entry.sources)
             return
         self._commands.unlink.append(session_id)
         self._note_file_ranks(session)

@@ -393,8 +393,8 @@ class SessionFiles:
             used = files[name].modified
             try:
                 parts = self._complete(session_id, ranks, files)
-                session = self.read_session(session_id, ranks)
-                sources = self._sources(parts)
+                session, sources = self._read_header(session_id, ranks)
+                sources = self._with_others(sources, parts[1:])
             except SessionFileError as error:
                 found.problems.append(error)
                 continue
@@ -413,17 +413,20 @@ class SessionFiles:
         found.other_bytes = sum(file.num_bytes for file in files.values())
         return found
 
-    def _sources(self, parts: Sequence[str]) -> tuple[str, ...]:
-        """Sessions whose files the files of a session need.
+    def _with_others(
+        self, sources: tuple[str, ...], parts: Sequence[str]
+    ) -> tuple[str, ...]:
+        """Sessions whose files a session needs, on all ranks.
 
         Args:
-            parts: names of its files.
+            sources: that the first rank's file needs.
+            parts: names of the files of the other ranks.
         """
-        sources = dict[str, None]()
+        every = dict.fromkeys(sources)
         for name in parts:
             about, _ = self.storage.read(name, only=())
-            sources.update(dict.fromkeys(sources_of(name, about)))
-        return tuple(sources)
+            every.update(dict.fromkeys(sources_of(name, about)))
+        return tuple(every)
 
     def _complete(
         self, session_id: str, ranks: int, files: Mapping[str, StoredFile]
@@ -484,13 +487,22 @@ class SessionFiles:
             SessionFileError: the file is missing, damaged, or of another engine.
             OSError: the storage failed.
         """
+        return self._read_header(session_id, ranks)[0]
+
+    def _read_header(
+        self, session_id: str, ranks: int | None
+    ) -> tuple[Session, tuple[str, ...]]:
+        """As ``read_session``, and the sessions whose files this file needs."""
         name = self.name(session_id, 0, ranks)
         about, tensors = self.storage.read(name, only=("tokens",))
         self._check(name, about)
         session = checked_session(name, about, tensors["tokens"])
         if session.session_id != session_id:
             raise SessionFileError(f"{name}: contains another session")
-        return session if ranks == self.ranks else replace(session, file_ranks=ranks)
+        sources = sources_of(name, about)
+        if ranks != self.ranks:
+            session = replace(session, file_ranks=ranks)
+        return session, sources
 
     def _check(self, name: str, about: Mapping[str, str]) -> None:
         if about.get("format") not in FORMATS:

@@ -83,6 +83,16 @@ class FoundFile(Item):
     damaged: bool = False
     sources: tuple[str, ...] = ()
 
+    @property
+    def session(self) -> tuple[str, str]:
+        """Its session, unique in all folders."""
+        return self.storage.location, self.session_id
+
+    @property
+    def needed_sessions(self) -> set[tuple[str, str]]:
+        """``sources``, unique in all folders."""
+        return {(self.storage.location, source) for source in self.sources}
+
 
 @dataclass(frozen=True, slots=True)
 class FoundClustering(Item):
@@ -256,13 +266,22 @@ def needing(chosen: Iterable[FoundFile], files: Iterable[FoundFile]) -> list[Fou
 
     A file lists all files that it needs, so one pass finds them.
     """
-    gone = {(file.storage.location, file.session_id) for file in chosen}
+    gone = {file.session for file in chosen}
     return [
         file
         for file in files
-        if (file.storage.location, file.session_id) not in gone
-        and any((file.storage.location, source) in gone for source in file.sources)
+        if file.session not in gone and gone.intersection(file.needed_sessions)
     ]
+
+
+def not_needed(
+    chosen: Iterable[FoundFile], files: Iterable[FoundFile]
+) -> list[FoundFile]:
+    """The chosen files without those that another file needs."""
+    chosen = list(chosen)
+    gone = {file.session for file in chosen}
+    needed = {s for f in files if f.session not in gone for s in f.needed_sessions}
+    return [file for file in chosen if file.session not in needed]
 
 
 def _is_damaged(storage: SessionStorage, name: str) -> bool:
@@ -319,12 +338,15 @@ def find_garbage(folders: Iterable[SessionStorage]) -> Garbage:
         if len(files) < ranks and time.time() - files[0].last_used > _WRITE_S
         for file in files
     ]
-    there = {(f.storage.location, f.session_id) for f in every if not f.damaged}
+    there = {file.session for file in every if not file.damaged}
+    readable = [file for file in every if file.needed_sessions <= there]
+    needed = {session for file in readable for session in file.needed_sessions}
     incomplete += [
         file
         for file in every
-        if file not in incomplete
-        and any((file.storage.location, s) not in there for s in file.sources)
+        if file not in readable
+        and file not in incomplete
+        and file.session not in needed
     ]
     leftovers = [
         Item(folder, path.name)

@@ -42,6 +42,7 @@ class Transfer:
     def __init__(self, runtime: PolicyRuntime, dtype: SessionDtype = "auto") -> None:
         self._runtime = runtime
         self._dtype = dtype
+        self._formats: tuple[PageFormat, ...] = ()
 
     @property
     def _heaps(self) -> list[tuple[RetainedRegions, StoredPages]]:
@@ -52,11 +53,16 @@ class Transfer:
         ]
 
     def page_formats(self) -> tuple[PageFormat, ...]:
-        """The order of elements in stored pages of each heap."""
-        return tuple(
-            PageFormat(stored.layout, stored.slot_elements())
-            for _, stored in self._heaps
-        )
+        """The order of elements in stored pages of each heap.
+
+        Cost: the first call reads tables from the pool's device.
+        """
+        if not self._formats:
+            self._formats = tuple(
+                PageFormat(stored.layout, stored.slot_elements())
+                for _, stored in self._heaps
+            )
+        return self._formats
 
     @property
     def _device(self) -> torch.device:
