@@ -14,7 +14,8 @@ from vllm_kvplugins.episodes.clustering import Clustering
 from vllm_kvplugins.episodes.store import ClusteredHistory, ClusteringRecord
 from vllm_kvplugins.sessions import tensor_file
 from vllm_kvplugins.sessions.commands import Tokens
-from vllm_kvplugins.sessions.files import CONTENT_ERRORS, Identity
+from vllm_kvplugins.sessions.file_contents import CONTENT_ERRORS
+from vllm_kvplugins.sessions.files import Identity
 from vllm_kvplugins.sessions.session_ids import ParsedId, bucket_start, digests_at
 from vllm_kvplugins.sessions.tensor_file import SessionFileError
 

@@ -44,8 +44,9 @@ from vllm_kvplugins.sessions.clustering_records import (
     short_digest,
 )
 from vllm_kvplugins.sessions.commands import Tokens
+from vllm_kvplugins.sessions.file_contents import verified
 from vllm_kvplugins.sessions.file_thread import FileThread
-from vllm_kvplugins.sessions.files import Identity, verified
+from vllm_kvplugins.sessions.files import Identity
 from vllm_kvplugins.sessions.session_ids import bucket_starts
 from vllm_kvplugins.sessions.storage import SessionStorage, StoredFile
 from vllm_kvplugins.sessions.tensor_file import SessionFileError

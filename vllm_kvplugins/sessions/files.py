@@ -23,18 +23,16 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_kvplugins.errors import KVPolicyError, coded
-from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions import deltas, tensor_file
-from vllm_kvplugins.sessions.commands import Session, Tokens
+from vllm_kvplugins.sessions.commands import Session
 from vllm_kvplugins.sessions.deltas import (
     Delta,
     FileRef,
@@ -44,9 +42,21 @@ from vllm_kvplugins.sessions.deltas import (
     PartOrigin,
     name_of,
 )
+from vllm_kvplugins.sessions.file_contents import (
+    CONTENT_ERRORS,
+    DELTA_FORMAT,
+    FORMAT,
+    FORMATS,
+    check_formats,
+    checked_session,
+    packed_compaction,
+    snapshot_of,
+    sources_of,
+    tensors_of,
+    verified,
+)
 from vllm_kvplugins.sessions.head_shards import Heads, Shard, gather
-from vllm_kvplugins.sessions.settings import SessionDtype
-from vllm_kvplugins.sessions.snapshot import CacheSnapshot, HeapPart
+from vllm_kvplugins.sessions.snapshot import CacheSnapshot
 from vllm_kvplugins.sessions.storage import (
     DirectoryStorage,
     SessionStorage,
@@ -54,24 +64,12 @@ from vllm_kvplugins.sessions.storage import (
 )
 from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
-FORMAT = "kvp-session-4"
-# Files that need others. Earlier versions do not read them.
-DELTA_FORMAT = "kvp-session-delta-1"
-FORMATS = (FORMAT, DELTA_FORMAT)
 _SUFFIX = ".safetensors"
 FILE_NAME = re.compile(
     r"(?P<session>[^.]+)\.r(?P<rank>\d+)of(?P<ranks>\d+)\.safetensors"
 )
-_OBSERVED = "observed"
 # Of a file, besides what the session's size says.
 _MAX_MORE_BYTES = 1 << 20
-_QUERIES_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-# What a file of valid digests and other meaning raises.
-CONTENT_ERRORS = (KeyError, TypeError, ValueError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +226,7 @@ class SessionFiles:
             OSError: there is no room or no permission; no file remains.
         """
         delta = self._delta(saved, formats, lineage) if lineage else None
-        tensors, now = _tensors(session, saved, delta), time.time()
+        tensors, now = tensors_of(session, saved, delta), time.time()
         about = {
             "format": DELTA_FORMAT if delta else FORMAT,
             "fingerprint": self.identity.fingerprint,
@@ -237,7 +235,7 @@ class SessionFiles:
             "owner": session.owner,
             "num_bytes": str(session.num_bytes),
             "first_query": str(session.first_query),
-            "compaction": json.dumps(_packed(session.compaction)),
+            "compaction": json.dumps(packed_compaction(session.compaction)),
             "dtype": saved.dtype,
             "queries_dtype": str(saved.queries_dtype).removeprefix("torch."),
         }
@@ -325,10 +323,10 @@ class SessionFiles:
         try:
             if about["format"] == DELTA_FORMAT:
                 files = deltas.unpacked_refs(about["files"])
-                _check_formats(about, formats)
+                check_formats(about, formats)
                 pages, parts = deltas.whole_pages(tensors, files, formats, read)
                 tensors = tensors | pages
-            saved = _saved(about, tensors)
+            saved = snapshot_of(about, tensors)
             written = float(about.get("first_written", 0.0))
         except (*CONTENT_ERRORS, IndexError, RuntimeError) as error:
             raise SessionFileError(f"{name}: not a session ({error})") from error
@@ -546,168 +544,3 @@ class SessionFolder(SessionFiles):
     def path(self, session_id: str, rank: int) -> Path:
         """The file of a rank's part of a session."""
         return self.folder / self.name(session_id, rank)
-
-
-# -- one file ------------------------------------------------------------------------
-
-
-def _tensors(
-    session: Session, saved: CacheSnapshot, delta: Delta | None
-) -> dict[str, torch.Tensor]:
-    # Tokens first: scans read only them.
-    tensors = {"tokens": torch.from_numpy(session.tokens.astype(np.int32))}
-    for index, part in enumerate(saved.parts):
-        for key, name in _PART_TENSORS.items():
-            if delta is None or key not in deltas.PAGES:
-                tensors[name_of(key, index)] = getattr(part, name)
-    tensors |= delta.tensors if delta else {}
-    if saved.queries is not None:
-        tensors["queries"] = saved.queries
-    for layer, packed in saved.observed.items():
-        for name, tensor in packed.items():
-            tensors[f"{_OBSERVED}.{layer}.{name}"] = tensor
-    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-
-
-# Key in files -> field. Files of earlier versions call the retained region "zone", and
-# they must stay loadable.
-_PART_TENSORS = {
-    "counts": "counts",
-    "positions": "positions",
-    "zone": "retained",
-    "tail": "tail",
-}
-
-
-def _parts(
-    about: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
-) -> tuple[HeapPart, ...]:
-    parts: list[HeapPart] = []
-    while not parts or name_of("layout", len(parts)) in about:
-        index = len(parts)
-        fields = {
-            name: tensors[name_of(key, index)] for key, name in _PART_TENSORS.items()
-        }
-        parts.append(HeapPart(**fields, layout=about[name_of("layout", index)]))
-    return tuple(parts)
-
-
-def _session_dtype(name: str) -> SessionDtype:
-    if name not in get_args(SessionDtype):
-        raise ValueError(f"stored as {name!r}")
-    return cast(SessionDtype, name)
-
-
-def _saved(about: Mapping[str, str], tensors: dict[str, torch.Tensor]) -> CacheSnapshot:
-    observed: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition(".")
-        if kind == _OBSERVED:
-            layer, _, part = rest.partition(".")
-            observed.setdefault(int(layer), {})[part] = tensor
-    return CacheSnapshot(
-        tokens=tensors["tokens"].numel(),
-        compaction=_unpacked(json.loads(about["compaction"])),
-        parts=_parts(about, tensors),
-        dtype=_session_dtype(about["dtype"]),
-        queries_dtype=_QUERIES_DTYPES[about["queries_dtype"]],
-        queries=tensors.get("queries"),
-        observed=observed,
-    )
-
-
-def checked_session(
-    name: str, about: Mapping[str, str], tokens: torch.Tensor
-) -> Session:
-    """The session of a file whose keys and values have not been read.
-
-    Raises:
-        SessionFileError: text or tokens have changed, or are not those of a session.
-    """
-    text = {key: about[key] for key in about if key not in ("header", "digest")}
-    if about.get("header") != tensor_file.digest(text, {"tokens": tokens}):
-        raise SessionFileError(f"{name}: its header has changed")
-    try:
-        session = _session(text, tokens)
-    except CONTENT_ERRORS as error:
-        raise SessionFileError(f"{name}: not a session ({error})") from error
-    n = len(session.tokens)
-    if (
-        session.num_bytes < 1
-        or not 0 <= session.first_query <= n
-        or not 0 <= session.compacted_at <= n
-    ):
-        raise SessionFileError(f"{name}: not a session (impossible sizes)")
-    return session
-
-
-def _session(about: Mapping[str, str], tokens: torch.Tensor) -> Session:
-    if tokens.dtype != torch.int32 or tokens.ndim != 1:
-        raise ValueError(f"tokens are {tokens.dtype} {list(tokens.shape)}")
-    ids: Tokens = tokens.numpy().copy()
-    return Session(
-        session_id=about["session"],
-        owner=about["owner"],
-        tokens=ids,
-        compaction=_unpacked(json.loads(about["compaction"])),
-        num_bytes=int(about["num_bytes"]),
-        first_query=int(about["first_query"]),
-    )
-
-
-# Key in files -> field, as in _PART_TENSORS.
-_SPANS = {"candidates": "candidates", "zone": "retained"}
-
-
-def _packed(compaction: Compaction | None) -> dict[str, Any] | None:
-    if compaction is None:
-        return None
-    fields = asdict(compaction)
-    del fields["whole_tokens"]  # it has run
-    return fields | {key: fields.pop(name) for key, name in _SPANS.items()}
-
-
-def _unpacked(packed: dict[str, Any] | None) -> Compaction | None:
-    if packed is None:
-        return None
-    spans = {name: BlockSpan(**packed[key]) for key, name in _SPANS.items()}
-    numbers = {key: value for key, value in packed.items() if key not in _SPANS}
-    return Compaction(**(numbers | spans))
-
-
-def verified(
-    storage: SessionStorage, name: str
-) -> tuple[dict[str, str], dict[str, torch.Tensor], str]:
-    """Text, tensors and digest of a file whose digest is correct.
-
-    Raises:
-        SessionFileError: it is missing or damaged.
-        OSError: the storage failed.
-    """
-    about, tensors = storage.read(name)
-    digest = about.pop("digest", None)
-    if digest is None or digest != tensor_file.digest(about, tensors):
-        raise SessionFileError(f"{name}: its contents have changed")
-    return about, tensors, digest
-
-
-def sources_of(name: str, about: Mapping[str, str]) -> tuple[str, ...]:
-    """Sessions whose files a file needs, as its text says.
-
-    Raises:
-        SessionFileError: the text is not that of a session.
-    """
-    if about.get("format") != DELTA_FORMAT:
-        return ()
-    try:
-        refs = deltas.unpacked_refs(about["files"])
-    except CONTENT_ERRORS as error:
-        raise SessionFileError(f"{name}: not a session ({error})") from error
-    return tuple(ref.session_id for ref in refs)
-
-
-def _check_formats(about: Mapping[str, str], formats: Sequence[PageFormat]) -> None:
-    """Refuse pages in another order of elements, or of another number of heaps."""
-    layouts = [about.get(name_of("layout", i)) for i in range(len(formats) + 1)]
-    if layouts != [*(form.layout for form in formats), None]:
-        raise ValueError("its pages have the layout of another instruction set")

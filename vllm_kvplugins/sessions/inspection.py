@@ -13,15 +13,15 @@ from urllib.parse import unquote, urlsplit
 from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.sessions import clustering_records
 from vllm_kvplugins.sessions.clustering_records import about_clustering, tokens_digests
-from vllm_kvplugins.sessions.files import (
+from vllm_kvplugins.sessions.file_contents import (
     CONTENT_ERRORS,
-    FILE_NAME,
     FORMAT,
     FORMATS,
     checked_session,
     sources_of,
     verified,
 )
+from vllm_kvplugins.sessions.files import FILE_NAME
 from vllm_kvplugins.sessions.object_store import (
     ObjectStorage,
     list_folders,

@@ -14,8 +14,8 @@ from vllm_kvplugins.engine.heap import FP8_DTYPES
 from vllm_kvplugins.engine.retrieval.host_tier import default_limit_bytes
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.sessions.file_contents import FORMAT
 from vllm_kvplugins.sessions.files import (
-    FORMAT,
     Identity,
     Scan,
     SessionFiles,
