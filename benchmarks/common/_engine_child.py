@@ -98,6 +98,11 @@ class _Child:
             "answer": list(output.outputs[0].token_ids),
         }
 
+    def do_metric(self, name: str) -> Any:
+        """The value of a gauge or counter."""
+        (value,) = (m.value for m in self.llm.get_metrics() if m.name == name)
+        return {"value": value}
+
     def do_prefill(self) -> Any:
         """Step until every request has its first token.
 

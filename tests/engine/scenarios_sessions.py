@@ -279,6 +279,45 @@ def odds(
     return report | {"tracked": driver.check_policy_state(), "counts": counts(driver)}
 
 
+def earlier_turns(
+    model: str, policy: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """A conversation whose messages are then edited, the last one first.
+
+    Returns:
+        For each edit: the answer, the recomputed one, and the number of tokens between
+        the edit and what was restored. Bytes of all sessions, and of those in memory.
+    """
+    driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400, **settings))
+    prompt, ends = random_tokens(1, 200, VOCABULARY), []
+    turns = []
+    for turn in range(5):
+        answer, _ = _ask(driver, f"turn{turn}", prompt, ends, "alice", 21)
+        turns.append((prompt, list(ends)))
+        ends = [*ends, len(prompt) + len(answer)]
+        prompt = [*prompt, *answer, *random_tokens(10 + turn, 90, VOCABULARY)]
+    sessions = directory(driver)
+    number = 0
+    while sessions.pending:  # a thread reduces them, the next steps learn of it
+        number += 1
+        driver.add(f"other{number}", prompt[:40], 2, kv_session=False)
+        driver.run()
+    report: dict[str, Any] = {
+        "reduced": len(sessions.reduced),
+        "whole_bytes": sum(each.num_bytes for each in sessions),
+        "held_bytes": sessions.held_bytes,
+    }
+    edits = []
+    for number, (known, known_ends) in enumerate(reversed(turns[1:])):
+        end = known_ends[-1]
+        edited = [*known[:end], *random_tokens(20 + number, 60, VOCABULARY)]
+        one = _ask(driver, f"edit{number}", edited, known_ends, "alice", 12)
+        other = _ask(driver, f"again{number}", edited, known_ends, "bob", 12)
+        edits.append((one[0], other[0], end - one[1]))
+    finish(driver)
+    return report | {"edits": edits, "counts": counts(driver)}
+
+
 def faults(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
     """A full disk, full memory, and damaged files."""
     from pathlib import Path

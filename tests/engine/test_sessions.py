@@ -121,6 +121,21 @@ def test_edits_aborts_and_branches_of_conversations(tiny_model):
     assert report["tracked"] == 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_earlier_turns_need_little_memory_and_can_be_continued(tiny_model, dtype):
+    """Memory has of each what the next turn has dropped."""
+    report = run_scenario(
+        "scenarios_sessions:earlier_turns",
+        {"model": tiny_model, "policy": FLOW, "settings": {"dtype": dtype}},
+    )
+    assert report["reduced"] == 4
+    assert report["held_bytes"] < 0.7 * report["whole_bytes"]
+    for answer, recomputed, missing in report["edits"]:
+        assert missing <= 1, "only the last token of an answer has no cache"
+        assert dtype != "float32" or answer == recomputed
+    assert report["counts"]["failures"] == 0
+
+
 def test_damaged_files_trigger_recomputation_only(tiny_model, tmp_path):
     report = run_scenario(
         "scenarios_sessions:faults",

@@ -220,7 +220,7 @@ class Replica:
 
     def _matches(self, owner: str, prompt: Tokens) -> Iterator[Match]:
         for match in self.directory.find(owner, prompt):
-            if match.ready or self.replicas.responds:
+            if self.replicas.responds or not match.needs_file:
                 yield match
 
     def close(self) -> None:

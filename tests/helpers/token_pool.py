@@ -9,15 +9,18 @@ import torch
 
 from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.sessions.commands import Tokens
-from vllm_kvplugins.sessions.deltas import Lineage, PageFormat
+from vllm_kvplugins.sessions.deltas import Lineage
+from vllm_kvplugins.sessions.page_tokens import PageFormat
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot, HeapPart
 
 BLOCK = 4  # tokens of a page
-TOKEN_BYTES = 4
+_ID_BYTES = 4
 
 
-def snapshot(tokens: Tokens, compaction: Compaction | None) -> CacheSnapshot:
-    """Pages that consist of the tokens whose cache they are.
+def snapshot(
+    tokens: Tokens, compaction: Compaction | None, copies: int = 1
+) -> CacheSnapshot:
+    """Pages that consist of the tokens whose cache they are, each several times.
 
     A compaction keeps everything, but in another order, as compactions do.
     """
@@ -25,20 +28,21 @@ def snapshot(tokens: Tokens, compaction: Compaction | None) -> CacheSnapshot:
     order = torch.from_numpy(np.random.default_rng(len(tokens)).permutation(kept))
     padded = np.zeros(-(-len(tokens) // BLOCK) * BLOCK, np.int32)
     padded[: len(tokens)] = tokens
-    cache = torch.from_numpy(padded).view(torch.uint8).view(-1, TOKEN_BYTES)
+    cache = torch.from_numpy(padded.repeat(copies)).view(torch.uint8)
+    cache = cache.view(-1, copies * _ID_BYTES)
     part = HeapPart(
         counts=torch.tensor([kept // BLOCK]),
         positions=order.int()[None],
-        retained=cache[:kept][order].reshape(-1, BLOCK * TOKEN_BYTES),
-        tail=cache[kept:].reshape(-1, BLOCK * TOKEN_BYTES).clone(),
+        retained=cache[:kept][order].reshape(-1, BLOCK * copies * _ID_BYTES),
+        tail=cache[kept:].reshape(-1, BLOCK * copies * _ID_BYTES).clone(),
         layout="l",
     )
     return CacheSnapshot(len(tokens), compaction, (part,))
 
 
-def num_bytes(tokens: Tokens) -> int:
+def num_bytes(tokens: Tokens, copies: int = 1) -> int:
     """Bytes of a snapshot."""
-    return -(-len(tokens) // BLOCK) * BLOCK * TOKEN_BYTES
+    return -(-len(tokens) // BLOCK) * BLOCK * copies * _ID_BYTES
 
 
 def tokens_of(saved: CacheSnapshot) -> Tokens:
@@ -46,14 +50,21 @@ def tokens_of(saved: CacheSnapshot) -> Tokens:
     (part,) = saved.parts
     kept = part.positions.shape[1]
     cache = torch.cat([part.retained.flatten(), part.tail.flatten()])
-    found = cache.view(-1, TOKEN_BYTES).clone()
-    found[part.positions[0].long()] = cache.view(-1, TOKEN_BYTES)[:kept]
-    ids: Tokens = found.flatten().view(torch.int32).numpy()[: saved.tokens]
+    cache = cache.view(-1, part.retained.shape[1] // BLOCK)
+    found = cache.clone()
+    found[part.positions[0].long()] = cache[:kept]
+    copies = found.view(torch.int32)[: saved.tokens]
+    assert (copies == copies[:, :1]).all(), "parts of different tokens"
+    ids: Tokens = copies[:, 0].numpy()
     return ids
 
 
 class Pool:
     """The transfer of a worker, without a pool: a request's cache is its tokens.
+
+    Args:
+        copies: how often each token is in the cache. With a few, the tables of a
+            reduced session are small beside it, as they are beside keys and values.
 
     Attributes:
         caches: tokens of the requests that end in this step.
@@ -61,7 +72,8 @@ class Pool:
         continued: what each request has continued.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies: int = 1) -> None:
+        self.copies = copies
         self.caches: dict[str, Tokens] = {}
         self.restored: dict[str, Tokens] = {}
         self.continued: dict[str, Lineage] = {}
@@ -70,7 +82,7 @@ class Pool:
     def save(self, request: str, compaction: Any, *arguments: Any) -> CacheSnapshot:
         if self.fails:
             raise MemoryError("none left")
-        saved = snapshot(self.caches.pop(request), compaction)
+        saved = snapshot(self.caches.pop(request), compaction, self.copies)
         saved.lineage = self.continued.pop(request, None)
         return saved
 
@@ -86,7 +98,7 @@ class Pool:
         )
 
     def page_formats(self) -> tuple[PageFormat, ...]:
-        elements = torch.arange(BLOCK * TOKEN_BYTES).view(BLOCK, TOKEN_BYTES)
+        elements = torch.arange(BLOCK * self.copies * _ID_BYTES).view(BLOCK, -1)
         return (PageFormat("l", elements),)
 
     def mismatch(self, saved: CacheSnapshot) -> str | None:

@@ -31,6 +31,7 @@ from vllm_kvplugins.sessions.files import (
 )
 from vllm_kvplugins.sessions.head_shards import Heads
 from vllm_kvplugins.sessions.object_store import open_storage
+from vllm_kvplugins.sessions.page_tokens import PageFormat, PartSlots
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot
 from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
@@ -89,7 +90,7 @@ class Conversation:
         return self.files.write(made, 0, saved, self.formats, lineage)
 
     @property
-    def formats(self) -> tuple[deltas.PageFormat, ...]:
+    def formats(self) -> tuple[PageFormat, ...]:
         return self.engine.transfer.page_formats()
 
     def read(self, number: int) -> CacheSnapshot:
@@ -215,13 +216,13 @@ def test_files_of_a_shared_store_need_none_that_is_old(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.uint8])
 def test_elements_of_any_size_are_joined(dtype):
     """Whole pages from a whole file and a delta, bit for bit."""
-    form = deltas.PageFormat("l", torch.arange(24).view(3, 8).T.reshape(4, 6))
+    form = PageFormat("l", torch.arange(24).view(3, 8).T.reshape(4, 6))
     raw = torch.randint(0, 255, (5, 24 * dtype.itemsize), dtype=torch.uint8)
     pages = raw.view(dtype)
-    slots = deltas.PartSlots(torch.zeros(1).long(), torch.zeros(1, 0).int(), 3)
+    slots = PartSlots(torch.zeros(1).long(), torch.zeros(1, 0).int(), 3)
     record = deltas.FileRecord(deltas.Origins((deltas.FileRef("a", "", 0),), None, 0.0))
     lineage = deltas.Lineage(record, 10, 12, None, (slots,))
-    longer = deltas.PartSlots(slots.counts, slots.positions, 5)
+    longer = PartSlots(slots.counts, slots.positions, 5)
     new = [(longer, pages[:0], pages)]
     delta = deltas.delta_of(None, 20, new, [form], lineage)
     assert delta is not None
@@ -236,7 +237,7 @@ def test_elements_of_any_size_are_joined(dtype):
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_another_tensor_parallel_size_reads_them(tmp_path, ranks):
     """Each of its ranks joins or cuts heads of files that need others."""
-    dense, form = Dense((4,), compacted=False), deltas.PageFormat("l0", FORM)
+    dense, form = Dense((4,), compacted=False), PageFormat("l0", FORM)
     heads = Heads((4,))
     two = SessionFolder(tmp_path, Identity.of(model="m"), 2, heads)
     two.prepare()
@@ -259,7 +260,7 @@ def test_another_tensor_parallel_size_reads_them(tmp_path, ranks):
 
 
 def test_slots_in_files_that_are_not_listed_are_refused():
-    form = deltas.PageFormat("l", FORM)
+    form = PageFormat("l", FORM)
     own = {
         "counts": torch.zeros(1).long(),
         "file": torch.tensor([0, 2], dtype=torch.uint8),
@@ -330,7 +331,9 @@ def saved(
     commands = listing.take_commands()
     sources = tuple(ack.get("sources", ()))  # type: ignore[call-overload]
     done = SessionAck("written", name, num_bytes=10, sources=sources)
-    listing.process([SessionAck("saved", name), done])
+    reduced = [save.reduces for save in commands.saves if save.reduces]
+    kept_whole = [SessionAck("reduced", each) for each in reduced]
+    listing.process([SessionAck("saved", name), done, *kept_whole])
     listing.check_integrity()
     return commands.unlink
 

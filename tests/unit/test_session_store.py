@@ -177,6 +177,11 @@ class FakeWorker:
             name = save.session.session_id
             self.memory.add(name)
             self.under_way.append(SessionAck("saved", name))
+            if save.reduces is not None:
+                freed = self.rng.randrange(2)
+                self.under_way.append(
+                    SessionAck("reduced", save.reduces, num_bytes=freed)
+                )
             if not save.writes:
                 continue
             fails = self.rng.random() < 0.1

@@ -31,7 +31,8 @@ from vllm_kvplugins.sessions.store import SessionStore
 
 _BY_TIER = "100000" if os.environ.get("KVP_TEST_TIER") == "all" else "10000"
 OPERATIONS = int(os.environ.get("KVP_TEST_OPERATIONS", _BY_TIER))
-MEMORY_BYTES, DISK_BYTES, MAX_AGE_S = 64 * 40, 1200 * 60, 400.0
+COPIES = 8
+MEMORY_BYTES, DISK_BYTES, MAX_AGE_S = 64 * 40 * COPIES, 3200 * 60, 400.0
 
 
 class Machine:
@@ -54,6 +55,7 @@ class Machine:
         self.full = False
         self.hits = 0
         self.deltas = 0
+        self.reduced = 0
         self.start()
 
     def start(self) -> None:
@@ -61,7 +63,7 @@ class Machine:
         self.files = SessionFolder(self.root, Identity.of(model="m"))
         self.files.prepare()
         scan = self.files.scan()
-        self.pool = Pool()
+        self.pool = Pool(COPIES)
         self.store = SessionStore(self.pool, self.files)  # type: ignore[arg-type]
         self.directory = SessionDirectory(
             MEMORY_BYTES,
@@ -126,11 +128,12 @@ class Machine:
         span = BlockSpan(0, at // 4)
         compaction = Compaction(at, span, span) if at else None
         name_of = f"s{self.seed}-{self.number}"
-        size = num_bytes(prompt)
+        size = num_bytes(prompt, COPIES)
         done = Session(name_of, owner, prompt, compaction, size, len(prompt))
         self.directory.save(done, name, (), continued)
         self.step()
         self.deltas += self.num_deltas()
+        self.reduced += len(self.directory.reduced)
         self.pool.caches.clear()
 
     def wait_for_reads(self) -> None:
@@ -275,7 +278,8 @@ def test_any_operations_and_faults_give_no_wrong_token(tmp_path, caplog):
                 machine.directory.check_integrity()
         machine.finish()
     counts = machine.directory.counts
-    print(machine.hits, machine.deltas, counts)
+    print(machine.hits, machine.deltas, machine.reduced, counts)
+    assert machine.reduced > OPERATIONS / 100
     assert machine.deltas > OPERATIONS / 100
     assert machine.hits > OPERATIONS / 100
 

@@ -32,22 +32,29 @@ seeds = st.integers(0, 2**31)
 anyone = st.integers(0, 9)
 
 
-def file_bytes(session: Session) -> int:
+def file_bytes(session: Session, ranks: int) -> int:
     """Size of a rank's file, a little more than the directory expects."""
-    return session.tokens.nbytes + session.num_bytes + 4097
+    return session.tokens.nbytes + session.num_bytes // ranks + 4097
 
 
 class Worker:
     """Sessions of one rank in memory and in files."""
 
-    def __init__(self, writes: bool) -> None:
+    def __init__(self, writes: bool, ranks: int, sizes: dict[str, int]) -> None:
         self.writes = writes
+        self.ranks = ranks
+        self.sizes = sizes
+        self.bases: dict[str, str] = {}
         self.memory: set[str] = set()
         self.files: set[str] = set()
         self.writing: set[str] = set()
         self.failed: set[str] = set()  # to save
         # Sessions whose files each file needs.
         self.sources: dict[str, tuple[str, ...]] = {}
+        # Sessions whose memory has only what others lack, and these others.
+        self.reduced: dict[str, str] = {}
+        self.freed: dict[str, int] = {}
+        self.expanded = 0
         self.under_way: list[SessionAck] = []
 
     @property
@@ -67,7 +74,7 @@ class Worker:
 
         self.files -= set(commands.unlink)
         self.writing -= set(commands.unlink)
-        self.memory -= set(commands.drop) - {load.session_id for load in commands.loads}
+        self.drop(set(commands.drop) - {load.session_id for load in commands.loads})
         for save in commands.saves:
             name = save.session.session_id
             failed = problem("no memory")
@@ -76,10 +83,12 @@ class Worker:
                 self.memory.add(name)
             else:
                 self.failed.add(name)
+            if save.reduces is not None:
+                self.reduce(save.reduces, name, failed is None, fails)
             if save.writes:
                 assert self.writes
                 unwritten = None if failed else problem("full")
-                size = file_bytes(save.session)
+                size = file_bytes(save.session, self.ranks)
                 self.sources[name] = self.needed(save.continues, fails)
                 self.under_way.append(
                     SessionAck(
@@ -96,16 +105,41 @@ class Worker:
             assert load.session_id in self.memory, "loaded what is not in memory"
             if load.moves:
                 self.memory.discard(load.session_id)
-        self.memory -= set(commands.drop)
-        for name in commands.drop:
-            self.under_way = [
-                r for r in self.under_way if (r.event, r.session_id) != ("staged", name)
-            ]
+        self.drop(set(commands.drop))
         for name in commands.stage:
+            if name in self.reduced or name in self.memory:
+                self.whole_base(name)
+                self.expanded += 1
+                self.under_way.append(SessionAck("staged", name))
+                continue
             missing = None if name in self.files else "no such file"
             self.under_way.append(
                 SessionAck("staged", name, missing or problem("it is torn"))
             )
+
+    def drop(self, names: set[str]) -> None:
+        self.memory -= names
+        for name in names:
+            self.reduced.pop(name, None)
+            self.freed.pop(name, None)
+        self.under_way = [
+            r
+            for r in self.under_way
+            if r.session_id not in names or r.event not in ("staged", "reduced")
+        ]
+
+    def reduce(self, name: str, base: str, saved: bool, chance: random.Random) -> None:
+        """One of two ranks may keep it whole."""
+        freed = 0
+        if saved and name in self.memory and chance.random() < 0.8:
+            freed = self.sizes[name] // 2 // self.ranks
+        self.bases[name] = base
+        self.under_way.append(SessionAck("reduced", name, num_bytes=freed))
+
+    def whole_base(self, name: str) -> None:
+        """Fails if what a reduced session needs is not there."""
+        while name not in self.memory:
+            name = self.reduced[name]
 
     def needed(self, continued: str | None, chance: random.Random) -> tuple[str, ...]:
         """The files that a new file needs: some of those that it may need."""
@@ -125,6 +159,12 @@ class Worker:
                 self.files.add(report.session_id)
             if report.problem is None and report.event == "staged":
                 self.memory.add(report.session_id)
+                self.reduced.pop(report.session_id, None)
+                self.freed.pop(report.session_id, None)
+            if report.event == "reduced" and report.num_bytes:
+                self.memory.discard(report.session_id)
+                self.reduced[report.session_id] = self.bases[report.session_id]
+                self.freed[report.session_id] = report.num_bytes
         return out
 
 
@@ -136,7 +176,10 @@ class Store(RuleBasedStateMachine):
     @initialize(ranks=st.integers(1, 2), kind=st.sampled_from(("writes", "moves", "")))
     def start(self, ranks: int, kind: str) -> None:
         self.now, self.number = 0.0, 0
-        self.workers = [Worker(kind == "writes") for _ in range(ranks)]
+        self.sizes: dict[str, int] = {}
+        self.workers = [
+            Worker(kind == "writes", ranks, self.sizes) for _ in range(ranks)
+        ]
         self.moves = kind == "moves"
         self.directory = SessionDirectory(
             MEMORY_BYTES,
@@ -150,7 +193,6 @@ class Store(RuleBasedStateMachine):
         # sessions that are also on the device, for the first request that continues
         # them
         self.parked: set[str] = set()
-        self.sizes: dict[str, int] = {}
         self.file_sizes: dict[str, int] = {}
         self.histories = [np.array([1, 2, 3, 4], np.int32)]
         self.waiting: dict[str, tuple[str, np.ndarray]] = {}
@@ -177,7 +219,7 @@ class Store(RuleBasedStateMachine):
         self.histories = [*self.histories[-8:], prompt[:60]]
         done = Session(f"s-{name}", owner, prompt, None, size, len(prompt))
         self.sizes[done.session_id] = size
-        self.file_sizes[done.session_id] = file_bytes(done)
+        self.file_sizes[done.session_id] = file_bytes(done, len(self.workers))
         if self.directory.save(done, name, (), self.continued.pop(name, None)):
             self.parked.add(done.session_id)
 
@@ -262,9 +304,13 @@ class Store(RuleBasedStateMachine):
             # The directory learns a file's exact size when it is written.
             slack = len(on_disk) + 2
             assert written <= DISK_BYTES + slack, "files take more than the limit"
-            for worker in self.workers:
-                held = sum(self.sizes[name] for name in worker.held)
-                assert held <= MEMORY_BYTES, "a worker holds more than the limit"
+            ranks = len(self.workers)
+            parts = [
+                self.sizes[name] / ranks - worker.freed.get(name, 0)
+                for worker in self.workers
+                for name in worker.held | worker.reduced.keys()
+            ]
+            assert sum(parts) <= MEMORY_BYTES, "the workers hold more than the limit"
 
     def teardown(self) -> None:
         """All requests start eventually, and directory and workers agree."""
@@ -279,7 +325,9 @@ class Store(RuleBasedStateMachine):
         assert not any(worker.under_way for worker in self.workers)
         assert self.directory.unwritten_bytes == 0
         for worker in self.workers:
-            assert self.directory.in_memory == worker.memory
+            assert self.directory.in_memory <= worker.memory
+            in_memory = self.directory.in_memory | self.directory.reduced
+            assert in_memory == worker.memory | worker.reduced.keys()
             known = self.directory.on_disk
             needed = {source for name in known for source in worker.sources[name]}
             # What one rank's file needs, all ranks keep.
@@ -303,7 +351,8 @@ def arrive(store: Store, rng: random.Random) -> None:
 
 def serve(store: Store, rng: random.Random) -> None:
     if store.waiting:
-        store.serve(rng.randrange(10), rng.randint(1, MEMORY_BYTES + 1))
+        largest = rng.choice((4, MEMORY_BYTES + 1))
+        store.serve(rng.randrange(10), rng.randint(1, largest))
 
 
 def abort(store: Store, rng: random.Random) -> None:
@@ -327,14 +376,19 @@ def test_a_random_walk_leaves_the_directory_consistent(caplog):
     """All invariants after each operation; a store lives for 500 of them."""
     caplog.set_level(logging.CRITICAL, "vllm.kv_policy")
     print("seed", SEED)
-    rng, operations, hits = random.Random(SEED), 0, 0
+    rng, operations, hits, reduced, expanded = random.Random(SEED), 0, 0, 0, 0
     while operations < WALKED:
         store = Store()
         store.start(rng.randint(1, 2), rng.choice(("writes", "moves", "")))
         for walk in rng.choices(list(WALK), list(WALK.values()), k=500):
             walk(store, rng)
             store.whole()
+            reduced += len(store.directory.reduced)
         store.teardown()
         operations += 500
         hits += store.directory.counts.hits
+        expanded += sum(worker.expanded for worker in store.workers)
+    print(hits, reduced, expanded)
     assert hits > operations / 100
+    assert reduced > operations / 100
+    assert expanded > operations / 2000

@@ -78,6 +78,8 @@ class Save:
         writes: whether to write a file too.
         continues: ID of the session that the request has continued, if its file is
             there and stays; the new file may leave out what that one stores.
+        reduces: ID of the session that the request has continued, if memory is to keep
+            only those of its tokens that this one does not have.
     """
 
     session: Session
@@ -85,6 +87,7 @@ class Save:
     blocks: tuple[int, ...]
     writes: bool = False
     continues: str | None = None
+    reduces: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +131,8 @@ class SessionCommands:
         saves: requests to save.
         loads: sessions to load.
         drop: sessions to delete from memory.
-        stage: sessions to read from their files into memory; a session may be dropped
-            and staged in the same step.
+        stage: sessions to read from their files into memory, or to make whole if they
+            are reduced; a session may be dropped and staged in the same step.
         file_ranks: of the sessions to unlink or to stage, those that an engine of
             another size wrote, with its number of ranks.
     """
@@ -142,7 +145,7 @@ class SessionCommands:
     file_ranks: dict[str, int] = field(default_factory=dict)
 
 
-Event = Literal["saved", "written", "staged", "loaded"]
+Event = Literal["saved", "written", "staged", "loaded", "reduced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +155,12 @@ class SessionAck:
     Attributes:
         event: "loaded" is sent only when a load failed. "written" follows every save
             with a file, when the file is written or will not be: the copy failed, or
-            the session was removed.
+            the session was removed. "reduced" follows every save that reduces another
+            session, with that one's ID.
         problem: why the command failed; None: it succeeded.
         load: the command, for "loaded".
-        num_bytes: size of the file, for "written".
+        num_bytes: size of the file, for "written"; memory that was freed, for
+            "reduced".
         sources: sessions whose files the file needs, for "written".
     """
 

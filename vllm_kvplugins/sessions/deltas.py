@@ -20,48 +20,34 @@ written whole.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from vllm_kvplugins.plan.residency_plan import Compaction
+from vllm_kvplugins.sessions.page_tokens import (
+    PageFormat,
+    PartSlots,
+    bits,
+    finish_pages,
+    put_tokens,
+    shared_slots,
+    take_tokens,
+)
 
 MAX_FILES = 8
 # A file that stores more than this share of its session's tokens is written whole:
 # reading it does not need other files, and these may be deleted.
 _MAX_SHARE = 0.75
 _MAX_GROWTH = 3
-# Tokens copied at once, so that no second copy of a long session is made.
-_PIECE_BYTES = 8 << 20
 
 _UNUSED = 255  # in ``PartOrigin.file``
 _OWN = "own"
 PAGES = ("zone", "tail")  # names in whole files, in the order of slots
-# Integers of the same size: torch indexes them, also where it does not index fp8.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 FileContents = tuple[Mapping[str, str], Mapping[str, torch.Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class PageFormat:
-    """Where the tokens of a stored page are.
-
-    Attributes:
-        layout: pages of the same dtype and layout have the same order of elements.
-        slots: int64 [block_size, elements per slot], elements of a page that belong to
-            each slot. Every element belongs to one.
-    """
-
-    layout: str
-    slots: torch.Tensor
-
-    @property
-    def block_size(self) -> int:
-        """Slots of a page."""
-        return int(self.slots.shape[0])
 
 
 class FileRef(NamedTuple):
@@ -123,49 +109,6 @@ class FileRecord:
     """
 
     origins: Origins | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PartSlots:
-    """The tokens in the slots of a part, without keys and values.
-
-    Attributes:
-        counts: int64 [rows], pages of the retained region.
-        positions: int32 [rows, max pages * block_size], of the retained region; -1 in
-            unused slots.
-        tail_blocks: blocks behind the retained region.
-    """
-
-    counts: torch.Tensor
-    positions: torch.Tensor
-    tail_blocks: int
-
-    def keys(
-        self, compaction: Compaction | None, tokens: int, block_size: int
-    ) -> torch.Tensor:
-        """What each slot contains, in the order of stored pages.
-
-        Args:
-            tokens: of the session.
-
-        Returns:
-            int64 [slots], row and position in one number; -1: the slot is unused.
-        """
-        rows, per_row = torch.arange(len(self.counts)), self.positions.shape[1]
-        page = torch.arange(per_row // block_size)
-        kept = self.positions.long().view(len(rows), -1, block_size)
-        retained = kept[page < self.counts[:, None]]
-        first = compaction.retained.stop * block_size if compaction else 0
-        behind = first + torch.arange(self.tail_blocks * block_size)
-        behind = behind.masked_fill(behind >= tokens, -1)
-        row = torch.cat(
-            [
-                rows.repeat_interleave(self.counts * block_size),
-                rows.repeat_interleave(len(behind)),
-            ]
-        )
-        position = torch.cat([retained.flatten(), behind.repeat(len(rows))])
-        return torch.where(position < 0, -1, (row << 32) + position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +208,9 @@ def delta_of(
         slots = (part.file == own).nonzero().flatten()
         tensors[name_of("file", index)] = new_index[part.file.long()]
         tensors[name_of("place", index)] = part.place
-        tensors[name_of(_OWN, index)] = _taken((retained, tail), slots, formats[index])
+        tensors[name_of(_OWN, index)] = take_tokens(
+            (retained, tail), slots, formats[index]
+        )
         renumbered.append(PartOrigin(tensors[name_of("file", index)], part.place))
     return Delta(tensors, files, tuple(renumbered), origins.first_written)
 
@@ -285,17 +230,10 @@ def _found(
     earlier = lineage.parts[index].keys(
         lineage.compaction, lineage.saved_tokens, block_size
     )
-    by_key = earlier.argsort()
-    ordered = earlier[by_key]
-    at = torch.searchsorted(ordered, keys).clamp(max=max(len(ordered) - 1, 0))
-    is_there = torch.zeros_like(keys, dtype=torch.bool)
-    if len(ordered):
-        position = keys & ((1 << 32) - 1)
-        is_there = (ordered[at] == keys) & (keys >= 0) & (position < lineage.tokens)
+    is_there, slot = shared_slots(keys, earlier, lineage.tokens)
     own = len(origins.files)
     file = torch.full(keys.shape, own, dtype=torch.uint8)
     place = torch.zeros(keys.shape, dtype=torch.int32)
-    slot = by_key[at[is_there]]
     if origins.parts is None:
         file[is_there], place[is_there] = own - 1, slot.int()
     else:
@@ -305,49 +243,6 @@ def _found(
     new = file == own
     place[new] = torch.arange(int(new.sum()), dtype=torch.int32)
     return PartOrigin(file, place)
-
-
-def _taken(
-    pages: Sequence[torch.Tensor], slots: torch.Tensor, form: PageFormat
-) -> torch.Tensor:
-    """Tokens of stored pages.
-
-    Args:
-        pages: tensors [n, page_elems], whose slots are counted through.
-        slots: int64 [m], in ascending order.
-
-    Returns:
-        [m, elements per slot].
-    """
-    size, width = form.slots.shape
-    out = torch.empty(len(slots), width, dtype=pages[0].dtype)
-    for source, first, some in _by_tensor(pages, slots, size, width):
-        page, slot = (slots[some] - first) // size, slots[some] % size
-        _bits(out)[some] = _bits(source)[page[:, None], form.slots[slot]]
-    return out
-
-
-def _by_tensor(
-    pages: Sequence[torch.Tensor], slots: torch.Tensor, size: int, width: int
-) -> Iterator[tuple[torch.Tensor, int, slice]]:
-    """Pieces of ascending slots, each in one tensor.
-
-    Yields:
-        The tensor, its first slot, and the indices of the piece in ``slots``.
-    """
-    at_once = max(_PIECE_BYTES // (width * pages[0].element_size()), 1)
-    first = 0
-    for each in pages:
-        stop = first + len(each) * size
-        bounds = torch.searchsorted(slots, torch.tensor([first, stop]))
-        for start in range(int(bounds[0]), int(bounds[1]), at_once):
-            some = slice(start, min(start + at_once, int(bounds[1])))
-            yield each, first, some
-        first = stop
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_BITS[tensor.element_size()])
 
 
 # -- reading ---------------------------------------------------------------------------
@@ -409,6 +304,8 @@ def whole_pages(
             places = origins[i].place[slots].long()
             _fill(pages[i], slots, form, contents, places, i)
         del contents  # before the next file is read
+    for each, form in zip(pages, formats, strict=True):
+        finish_pages(each, form)
     named = {
         name_of(key, i): pages[i][part]
         for i in range(len(formats))
@@ -459,13 +356,12 @@ def _fill(
         slots: int64 [m], where they belong, in ascending order.
         places: int64 [m], where they are among the file's slots.
     """
-    size, width = form.slots.shape
-    for target, first, some in _by_tensor(pages, slots, size, width):
-        page, slot = (slots[some] - first) // size, slots[some] % size
-        read = _read_places(contents, places[some], form, index)
-        if read.dtype != target.dtype:
-            raise ValueError(f"its files have {read.dtype} and {target.dtype}")
-        _bits(target)[page[:, None], form.slots[slot]] = _bits(read)
+    put_tokens(
+        pages,
+        slots,
+        form,
+        lambda some: _read_places(contents, places[some], form, index),
+    )
 
 
 def _read_places(
@@ -474,7 +370,7 @@ def _read_places(
     """Tokens of a file of either kind."""
     own = contents.get(name_of(_OWN, index))
     if own is not None:
-        tokens: torch.Tensor = _bits(own)[places].view(own.dtype)
+        tokens: torch.Tensor = bits(own)[places].view(own.dtype)
         return tokens
     ordered, back = places.sort()
     pages = [contents[name_of(key, index)] for key in PAGES]
@@ -485,5 +381,5 @@ def _read_places(
     if len(ordered) and not 0 <= int(ordered[0]) <= int(ordered[-1]) < total:
         raise IndexError(f"slot {int(ordered[-1])} of {total}")
     out = torch.empty(len(places), width, dtype=pages[0].dtype)
-    _bits(out)[back] = _bits(_taken(pages, ordered, form))
+    bits(out)[back] = bits(take_tokens(pages, ordered, form))
     return out

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import fields
 
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.sessions.commands import (
@@ -17,15 +16,21 @@ from vllm_kvplugins.sessions.commands import (
     SessionCommands,
     Tokens,
 )
+from vllm_kvplugins.sessions.entries import (
+    Entry,
+    MemoryPresence,
+    Presence,
+    Wait,
+    Write,
+)
 from vllm_kvplugins.sessions.eviction_order import EvictionOrder
 from vllm_kvplugins.sessions.files import FoundSession
-from vllm_kvplugins.sessions.index import SessionIndex, index_bytes
+from vllm_kvplugins.sessions.index import SessionIndex
 from vllm_kvplugins.sessions.needed_files import NeededFiles
 from vllm_kvplugins.sessions.records import Counts, Match, SharedStore
+from vllm_kvplugins.sessions.reductions import Reductions
 
 logger = logging.getLogger("vllm.kv_policy")
-
-Presence = Literal["absent", "pending", "present"]
 
 # A request waits for a file for this long by default. Then it computes its whole
 # prompt, because the disk may not respond.
@@ -36,63 +41,6 @@ MAX_WAIT_S = 10.0
 _HEADER_BYTES = 4096
 # Last tokens of a session that its client may leave out of the next turn.
 _TAIL_TOKENS = 8
-
-
-@dataclass(slots=True)
-class _Entry:
-    """Where one session is.
-
-    Attributes:
-        memory, disk: "pending" until all ranks have acknowledged.
-        file_bytes: disk space of its files, with those that are being written.
-        last_used: seconds, on the directory's clock.
-        acks_due: number of missing acknowledgements, per event.
-        is_found: whether it was found in a shared store.
-        num_loads: how many requests have continued it.
-        sources: sessions whose files its files need.
-    """
-
-    session: Session
-    memory: Presence
-    disk: Presence
-    last_used: float
-    file_bytes: int
-    acks_due: dict[str, int] = field(default_factory=dict)
-    is_found: bool = False
-    num_loads: int = 0
-    sources: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class _Write:
-    """A session whose file is not written yet. Until then it stays in memory.
-
-    Attributes:
-        num_bytes: host memory, over all ranks.
-        acks_due: number of ranks that have not acknowledged.
-        file_bytes: size of the files that are written.
-        may_need: sessions whose files the new files may need.
-        needs: of these, the ones that they need.
-    """
-
-    num_bytes: int
-    acks_due: int
-    file_bytes: int = 0
-    may_need: tuple[str, ...] = ()
-    needs: set[str] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _Wait:
-    """What a request waits for.
-
-    Attributes:
-        session_id: None: it has waited for too long and starts without a session.
-        since: seconds, on the directory's clock.
-    """
-
-    session_id: str | None
-    since: float
 
 
 class SessionDirectory:
@@ -151,15 +99,18 @@ class SessionDirectory:
         self._shared = shared
         self._clock = clock
         self._index = SessionIndex(min_tokens, rewinds)
-        self._entries: dict[str, _Entry] = {}  # least recently used first
+        self._entries: dict[str, Entry] = {}  # least recently used first
         # Sessions whose memory or disk is not "absent".
         self._held = EvictionOrder()
         self._with_file = EvictionOrder()
-        self._writes_due: dict[str, _Write] = {}
+        self._writes_due: dict[str, Write] = {}
         self._needed = NeededFiles()
+        # A session that goes back is rebuilt from its own pages.
+        self._reduces = not rewinds
+        self._reductions = Reductions()
         self._commands = SessionCommands()
         self._warned: set[str] = set()  # codes
-        self._waiting: dict[str, _Wait] = {}  # by request ID
+        self._waiting: dict[str, Wait] = {}  # by request ID
 
     # -- a request starts -----------------------------------------------------
 
@@ -175,21 +126,30 @@ class SessionDirectory:
         """
         self.expire()
         for shared, session in self._index.find(owner, prompt):
-            entry = self._entries[session.session_id]
-            yield Match(session, shared, shared, entry.memory == "present")
+            memory = self._entries[session.session_id].memory
+            needs_file = session.session_id not in self._reductions
+            yield Match(
+                session,
+                shared,
+                shared,
+                ready=memory == "present",
+                needs_file=memory != "present" and needs_file,
+            )
 
     def fetch(self, match: Match, request_id: str) -> bool:
-        """Read a session into memory, and keep it there for a request.
+        """Make a session ready, and keep it for a request.
 
-        It stays until the request starts or stops waiting. Otherwise two waiting
+        It is read from its file, or made whole. It stays until the request starts or
+        stops waiting. Otherwise two waiting
         requests could evict each other's session again and again.
 
         Returns:
-            False if the request has waited for ``MAX_WAIT_S``, or that of the shared
-            store, and should start without a session.
+            False if the request should start without a session: it has waited for
+            ``MAX_WAIT_S``, or that of the shared store, or there is no memory for a
+            reduced session as a whole.
         """
         session_id, now = match.session.session_id, self._clock()
-        waiting = self._waiting.setdefault(request_id, _Wait(session_id, now))
+        waiting = self._waiting.setdefault(request_id, Wait(session_id, now))
         max_wait_s = self._shared.max_wait_s if self._shared else MAX_WAIT_S
         if waiting.session_id is None or now - waiting.since > max_wait_s:
             if self._shared is not None and waiting.session_id is not None:
@@ -198,15 +158,23 @@ class SessionDirectory:
             return False
         waiting.session_id = session_id
         entry = self._entries[session_id]
-        if entry.memory != "absent" or entry.disk != "present":
+        if entry.memory in ("pending", "present"):
+            return True
+        if entry.memory == "absent" and entry.disk != "present":
             return True
         self._touch(session_id)
-        if self._make_room(match.session.num_bytes):
+        if self._make_room(match.session.num_bytes - entry.held_bytes):
+            if entry.memory == "reduced":
+                self._reductions.busy.add(session_id)
+            else:
+                self._note_file_ranks(match.session)
             self._set_presence(session_id, memory="pending")
             entry.acks_due["staged"] = self._ranks
             self._commands.stage.append(session_id)
-            self._note_file_ranks(match.session)
-        return True
+            return True
+        if entry.memory == "reduced":
+            waiting.session_id = None
+        return waiting.session_id is not None
 
     def load(
         self,
@@ -268,7 +236,8 @@ class SessionDirectory:
 
         Replaces a session of the same owner with exactly the same tokens. The session
         that this one continues is evicted first from now on, unless several requests
-        have continued it.
+        have continued it. Until then, memory has only those of its tokens that this one
+        does not have.
 
         Args:
             blocks: physical IDs, from ``session.first_block``.
@@ -292,13 +261,14 @@ class SessionDirectory:
         writes = self._writes and self._make_disk_room(file_bytes)
         self._index.add(session)
         now, due = self._clock(), {"saved": self._ranks}
-        entry = _Entry(session, "absent", "absent", now, file_bytes, due)
+        entry = Entry(session, "absent", "absent", now, file_bytes, due)
         self._entries[session.session_id] = entry
         self._set_presence(session.session_id, memory="pending")
+        reduces = self._begin_reduction(continues, session)
         if writes:
             self._set_presence(session.session_id, disk="pending")
             may_need = self._needed_by_next(continues)
-            self._writes_due[session.session_id] = _Write(
+            self._writes_due[session.session_id] = Write(
                 session.num_bytes, self._ranks, may_need=may_need
             )
             self._needed.need(may_need)
@@ -306,9 +276,69 @@ class SessionDirectory:
             continues = continues if may_need else None
         else:
             continues = None
-        save = Save(session, request_id, tuple(blocks), writes, continues)
+        save = Save(session, request_id, tuple(blocks), writes, continues, reduces)
         self._commands.saves.append(save)
         return True
+
+    def _begin_reduction(self, continued: str | None, session: Session) -> str | None:
+        """Decide whether memory keeps only what the next turn of a session lacks.
+
+        Args:
+            continued: ID of the last turn.
+            session: the next turn.
+
+        Returns:
+            The ID of the last turn; None: it stays as it is.
+        """
+        entry = self._entries.get(continued) if continued is not None else None
+        if entry is None or not self._reduces or entry.memory != "present":
+            return None
+        assert continued is not None
+        is_past = self._held.is_superseded(continued)
+        if not is_past or not self._can_leave_memory(continued):
+            return None
+        self._set_presence(continued, memory="pending")
+        entry.freed_bytes = 0
+        entry.acks_due["reduced"] = self._ranks
+        self._reductions.begin(continued, session.session_id)
+        return continued
+
+    def _end_reduction(self, session_id: str) -> None:
+        """All ranks have reduced a session, or have kept it whole."""
+        entry = self._entries[session_id]
+        self._reductions.busy.discard(session_id)
+        if not entry.freed_bytes:
+            self._reductions.end(session_id)
+            self._set_presence(session_id, memory="present")
+        elif session_id in self._reductions:
+            self._set_presence(session_id, memory="reduced")
+        else:  # what it needs is gone
+            self._leave_memory(session_id)
+
+    def _lose_base(self, base: str) -> None:
+        """Drop the sessions in memory that need one that leaves memory."""
+        lost, left = [], self._reductions.needing(base)
+        while left:
+            session_id = left.pop()
+            is_busy = session_id in self._reductions.busy
+            self._reductions.end(session_id)
+            if is_busy and session_id not in self._commands.stage:
+                continue  # its tokens are being copied
+            lost.append(session_id)
+            left += self._reductions.needing(session_id)
+        for session_id in reversed(lost):
+            if session_id in self._commands.stage:
+                self._commands.stage.remove(session_id)
+            self.counts.evictions += 1
+            self._leave_memory(session_id)
+
+    def _leave_memory(self, session_id: str) -> None:
+        """Delete a session from memory; it remains if it has a file."""
+        if self._entries[session_id].disk == "absent":
+            self._remove(session_id)
+        else:
+            self._set_presence(session_id, memory="absent")
+            self._commands.drop.append(session_id)
 
     def _needed_by_next(self, continued: str | None) -> tuple[str, ...]:
         """Sessions whose files that of the next turn may need.
@@ -396,7 +426,7 @@ class SessionDirectory:
         # A larger one was written when memory_bytes was larger, and cannot be loaded.
         if session.num_bytes <= self.memory_bytes:
             self._index.add(session)
-        entry = _Entry(session, "absent", "absent", last_used, file_bytes)
+        entry = Entry(session, "absent", "absent", last_used, file_bytes)
         entry.sources = found.sources
         self._entries[session.session_id] = entry
         self._set_presence(session.session_id, disk="present")
@@ -413,7 +443,7 @@ class SessionDirectory:
         if session.session_id in self or session.num_bytes > self.memory_bytes:
             return
         self._index.add(session)
-        entry = _Entry(
+        entry = Entry(
             session, "absent", "absent", self._clock(), file_bytes, is_found=True
         )
         self._entries[session.session_id] = entry
@@ -435,6 +465,8 @@ class SessionDirectory:
         self._writes = False
         self._needed.forget_kept()
         for session_id in list(self._entries):
+            if session_id not in self._entries:
+                continue  # it needed another one
             if not self._cancel_save(session_id):
                 self._commands.drop.append(session_id)
             self._commands.stage = [i for i in self._commands.stage if i != session_id]
@@ -493,8 +525,17 @@ class SessionDirectory:
                 else:
                     self._remove(ack.session_id)
                 continue
+            if not entry.acks_due.get(ack.event):
+                continue  # removed, and found again in a shared store
             entry.acks_due[ack.event] -= 1
-            if not entry.acks_due[ack.event]:
+            if ack.event == "reduced":
+                entry.freed_bytes += ack.num_bytes
+            if entry.acks_due[ack.event]:
+                continue
+            if ack.event == "reduced":
+                self._end_reduction(ack.session_id)
+            else:
+                self._reductions.end(ack.session_id)
                 self._set_presence(ack.session_id, memory="present")
 
     def _process_written(self, ack: SessionAck) -> None:
@@ -536,7 +577,7 @@ class SessionDirectory:
         self._held.touch(session_id)
         self._with_file.touch(session_id)
 
-    def _is_expired(self, entry: _Entry) -> bool:
+    def _is_expired(self, entry: Entry) -> bool:
         if self._max_age_s is None:
             return False
         return self._clock() - entry.last_used > self._max_age_s
@@ -578,7 +619,8 @@ class SessionDirectory:
     def clear(self) -> None:
         """Remove all sessions and their files."""
         for session_id in list(self._entries):
-            self._remove(session_id)
+            if session_id in self._entries:  # otherwise it needed another one
+                self._remove(session_id)
 
     def _can_leave_memory(self, session_id: str) -> bool:
         """Whether removing a session from memory is possible and frees memory.
@@ -587,10 +629,16 @@ class SessionDirectory:
         written yet stay.
         """
         return (
-            self._entries[session_id].memory == "present"
+            self._entries[session_id].memory in ("present", "reduced")
             and session_id not in self._writes_due
-            and not any(w.session_id == session_id for w in self._waiting.values())
+            and session_id not in self._kept_in_memory()
         )
+
+    def _kept_in_memory(self) -> set[str]:
+        """Sessions that a request waits for, and those needed to make others whole."""
+        awaited = {wait.session_id for wait in self._waiting.values()} - {None}
+        needed = self._reductions.bases([*awaited, *self._reductions.busy])
+        return {each for each in awaited if each is not None} | needed
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evict sessions from memory until ``num_bytes`` are free.
@@ -606,11 +654,7 @@ class SessionDirectory:
             if session_id is None:
                 return False
             self.counts.evictions += 1
-            if self._entries[session_id].disk == "absent":
-                self._remove(session_id)
-            else:
-                self._set_presence(session_id, memory="absent")
-                self._commands.drop.append(session_id)
+            self._leave_memory(session_id)
         self._make_index_room()
         return True
 
@@ -657,20 +701,21 @@ class SessionDirectory:
     def _set_presence(
         self,
         session_id: str,
-        memory: Presence | None = None,
+        memory: MemoryPresence | None = None,
         disk: Presence | None = None,
     ) -> None:
         """Set where a session is, and update the byte counts."""
         entry = self._entries[session_id]
-        self.index_bytes -= _index_bytes(entry)
+        self.index_bytes -= entry.index_bytes
         if memory is not None:
-            was, now = entry.memory != "absent", memory != "absent"
-            if now or session_id not in self._writes_due:
-                self.held_bytes += entry.session.num_bytes * (now - was)
-            entry.memory = memory
-            self._held.keep(session_id, now)
-            if memory == "absent":
+            before, entry.memory = entry.held_bytes, memory
+            if memory != "absent" or session_id not in self._writes_due:
+                self.held_bytes += entry.held_bytes - before
+            self._held.keep(session_id, memory != "absent")
+            if memory in ("absent", "reduced"):
                 self._on_memory_freed(session_id)
+            if memory == "absent":
+                self._reductions.end(session_id)
         if disk is not None:
             was, now = entry.disk != "absent", disk != "absent"
             self._own_file_bytes += entry.file_bytes * (now - was)
@@ -679,7 +724,9 @@ class SessionDirectory:
             if not now:
                 sources, entry.sources = entry.sources, ()
                 self._release(sources)
-        self.index_bytes += _index_bytes(entry)
+        self.index_bytes += entry.index_bytes
+        if memory == "absent":
+            self._lose_base(session_id)
 
     def _forget(self, session_id: str) -> None:
         self._set_presence(session_id, memory="absent", disk="absent")
@@ -727,6 +774,9 @@ class SessionDirectory:
         for save in self._commands.saves:
             if save.session.session_id == session_id:
                 self._commands.saves.remove(save)
+                if save.reduces is not None and save.reduces in self._reductions:
+                    self._reductions.end(save.reduces)
+                    self._set_presence(save.reduces, memory="present")
                 write = self._writes_due.pop(session_id, None)
                 if write is not None:
                     self.unwritten_bytes -= write.num_bytes
@@ -765,6 +815,11 @@ class SessionDirectory:
         return {i for i, e in self._entries.items() if e.memory == "present"}
 
     @property
+    def reduced(self) -> set[str]:
+        """IDs of sessions of which memory has only what later turns lack."""
+        return {i for i, e in self._entries.items() if e.memory == "reduced"}
+
+    @property
     def on_disk(self) -> set[str]:
         """IDs of sessions that all ranks have in files."""
         return {i for i, e in self._entries.items() if e.disk == "present"}
@@ -787,7 +842,7 @@ class SessionDirectory:
         self._with_file.check_integrity(with_file)
         last_used = [e.last_used for e in self._entries.values()]
         assert last_used == sorted(last_used), "not in the order of use"
-        held = [sizes[i] for i, e in self._entries.items() if e.memory != "absent"]
+        held = [entry.held_bytes for entry in self._entries.values()]
         unwritten = {i: write.num_bytes for i, write in self._writes_due.items()}
         held += [size for i, size in unwritten.items() if i not in self._entries]
         written = [e.file_bytes for e in self._entries.values() if e.disk != "absent"]
@@ -798,15 +853,14 @@ class SessionDirectory:
         assert self.held_bytes == sum(held) <= self.memory_bytes, "memory miscounted"
         assert self.unwritten_bytes == sum(unwritten.values()), "writes miscounted"
         assert self._own_file_bytes == sum(written), "files miscounted"
-        indexed_bytes = sum(map(_index_bytes, self._entries.values()))
+        indexed_bytes = sum(entry.index_bytes for entry in self._entries.values())
         assert self.index_bytes == indexed_bytes, "the index is miscounted"
         nowhere = [
             i for i, e in self._entries.items() if e.memory == e.disk == "absent"
         ]
         assert not nowhere, f"sessions that are nowhere: {nowhere}"
-
-
-def _index_bytes(entry: _Entry) -> int:
-    """Memory of the scheduler for a session, if it is only in a file."""
-    is_only_there = entry.memory == "absent" and entry.disk != "absent"
-    return index_bytes(len(entry.session.tokens)) if is_only_there else 0
+        self._reductions.check_integrity()
+        for session_id, entry in known:
+            if entry.memory == "reduced":
+                (base, *_) = self._reductions.bases([session_id])
+                assert self._entries[base].memory != "absent", "its base is gone"

@@ -51,6 +51,10 @@ class EvictionOrder:
             del self._others[session_id]
             self._superseded[session_id] = None
 
+    def is_superseded(self, session_id: str) -> bool:
+        """Whether a later turn has taken a session's place."""
+        return session_id in self._superseded
+
     def check_integrity(self, by_use: Sequence[str]) -> None:
         """Check that it has these sessions, and the others in the order of use.
 

@@ -18,7 +18,8 @@ import torch
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions import deltas, tensor_file
 from vllm_kvplugins.sessions.commands import Session, Tokens
-from vllm_kvplugins.sessions.deltas import Delta, PageFormat, name_of
+from vllm_kvplugins.sessions.deltas import Delta, name_of
+from vllm_kvplugins.sessions.page_tokens import PageFormat
 from vllm_kvplugins.sessions.settings import SessionDtype
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot, HeapPart
 from vllm_kvplugins.sessions.storage import SessionStorage

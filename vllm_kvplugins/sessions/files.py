@@ -38,7 +38,6 @@ from vllm_kvplugins.sessions.deltas import (
     FileRef,
     Lineage,
     Origins,
-    PageFormat,
     PartOrigin,
     name_of,
 )
@@ -56,6 +55,7 @@ from vllm_kvplugins.sessions.file_contents import (
     verified,
 )
 from vllm_kvplugins.sessions.head_shards import Heads, Shard, gather
+from vllm_kvplugins.sessions.page_tokens import PageFormat
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot
 from vllm_kvplugins.sessions.storage import (
     DirectoryStorage,

@@ -15,7 +15,8 @@ class Match:
     Attributes:
         tokens: number of tokens to restore.
         shared: number of first tokens that session and prompt share.
-        ready: whether it is in memory; if not, ``fetch`` reads it.
+        ready: whether it is in memory as a whole; if not, ``fetch`` makes it so.
+        needs_file: whether ``fetch`` reads it from a file.
         is_rewound: the session is rebuilt as it was before its last compaction;
             ``session`` then has the earlier one.
     """
@@ -25,6 +26,7 @@ class Match:
     shared: int
     ready: bool
     is_rewound: bool = False
+    needs_file: bool = False
 
     @property
     def lost_tokens(self) -> int:

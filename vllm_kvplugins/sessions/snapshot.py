@@ -23,7 +23,8 @@ from vllm_kvplugins.engine.page_table import PageTables
 from vllm_kvplugins.engine.requests import Resident
 from vllm_kvplugins.engine.retained_regions import RetainedRegions
 from vllm_kvplugins.plan.residency_plan import Compaction
-from vllm_kvplugins.sessions.deltas import FileRecord, Lineage, PartSlots
+from vllm_kvplugins.sessions.deltas import FileRecord, Lineage
+from vllm_kvplugins.sessions.page_tokens import PartSlots
 from vllm_kvplugins.sessions.settings import SessionDtype
 from vllm_kvplugins.sessions.stored_pages import StoredPages
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Protocol
@@ -17,9 +18,11 @@ from vllm_kvplugins.sessions.commands import (
     SessionAck,
     SessionCommands,
 )
-from vllm_kvplugins.sessions.deltas import PageFormat
+from vllm_kvplugins.sessions.deltas import Lineage
 from vllm_kvplugins.sessions.file_thread import FileThread
 from vllm_kvplugins.sessions.files import SessionFiles, WrittenFile
+from vllm_kvplugins.sessions.page_tokens import PageFormat
+from vllm_kvplugins.sessions.reduced import ReducedSnapshot, expanded, reduced
 from vllm_kvplugins.sessions.snapshot import COPY_ERRORS, CacheSnapshot
 from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
@@ -88,13 +91,16 @@ class SessionStore:
         self._transfer = transfer
         self._files = files
         self._rank = rank
-        self._snapshots: dict[str, CacheSnapshot] = {}
+        self._snapshots: dict[str, CacheSnapshot | ReducedSnapshot] = {}
         self._acks: list[SessionAck] = []
         # Separate threads, so that reads do not wait for writes.
         self._writer = FileThread("kvp-session-write", num_writers)
         self._reader = FileThread("kvp-session-read", num_readers)
         self._writes: dict[str, Future[WrittenFile]] = {}
         self._reads: dict[str, Future[CacheSnapshot]] = {}
+        # Copies within memory do not wait for files.
+        self._reducer = FileThread("kvp-session-reduce")
+        self._reductions: dict[str, Future[ReducedSnapshot | None]] = {}
         self._throttle = LogThrottle()
 
     def save(self, commands: SessionCommands) -> None:
@@ -147,6 +153,7 @@ class SessionStore:
         The store cannot be used afterwards.
         """
         self._reader.close(timeout_s=0)
+        self._reducer.close(timeout_s=0)
         if not self._writer.close(_CLOSE_WAIT_S):
             unwritten = sum(not write.done() for write in self._writes.values())
             problem = f"{unwritten} sessions were not written in {_CLOSE_WAIT_S:.0f} s"
@@ -179,10 +186,14 @@ class SessionStore:
             self._ack("saved", session.session_id, problem)
             if save.writes:
                 self._ack("written", session.session_id)  # nothing is being written
+            if save.reduces is not None:
+                self._ack("reduced", save.reduces)
             return
         self._snapshots[session.session_id] = saved
         self._ack("saved", session.session_id)
         lineage, saved.lineage = saved.lineage, None
+        if save.reduces is not None:
+            self._reduce(save.reduces, session.session_id, saved, lineage)
         if save.writes:
             assert self._files is not None, "there are no files"
             continued = lineage.file.origins if lineage else None
@@ -193,8 +204,36 @@ class SessionStore:
                 partial(write, self._transfer.page_formats(), lineage)
             )
 
+    def _reduce(
+        self,
+        session_id: str,
+        base_id: str,
+        base: CacheSnapshot,
+        lineage: Lineage | None,
+    ) -> None:
+        """Keep only those tokens of a session that the next turn does not have.
+
+        Args:
+            base: the next turn.
+            lineage: what it has continued.
+        """
+        saved = self._snapshots.get(session_id)
+        if (
+            not isinstance(saved, CacheSnapshot)
+            or lineage is None
+            or lineage.file is not saved.file
+            or saved.extension_states
+        ):
+            self._ack("reduced", session_id)
+            return
+        formats = self._transfer.page_formats()
+        self._reductions[session_id] = self._reducer.submit(
+            partial(reduced, saved, base_id, base, lineage, formats)
+        )
+
     def _load(self, load: Load) -> None:
         saved = self._snapshots[load.session_id]
+        assert isinstance(saved, CacheSnapshot), "it is not whole"
         if load.moves:
             del self._snapshots[load.session_id]
         try:
@@ -217,18 +256,41 @@ class SessionStore:
 
     def _drop(self, session_id: str) -> None:
         dropped = self._snapshots.pop(session_id, None)
-        if dropped is not None:
+        if isinstance(dropped, CacheSnapshot):
             self._transfer.discard(dropped)
         read = self._reads.pop(session_id, None)
-        if read is not None:
-            self._reader.cancel(read)
+        if read is not None and not self._reader.cancel(read):
+            self._reducer.cancel(read)
+        reduction = self._reductions.pop(session_id, None)
+        if reduction is not None:
+            self._reducer.cancel(reduction)
 
     def _stage(self, session_id: str, ranks: int | None) -> None:
-        assert self._files is not None, "there are no files"
         formats = self._transfer.page_formats()
+        held = self._snapshots.get(session_id)
+        if isinstance(held, CacheSnapshot):
+            self._ack("staged", session_id)  # only other ranks have reduced it
+            return
+        if held is not None:
+            bases = list(self._bases(held))
+            self._reads[session_id] = self._reducer.submit(
+                partial(expanded, held, bases, formats)
+            )
+            return
+        assert self._files is not None, "there are no files"
         self._reads[session_id] = self._reader.submit(
             partial(self._files.read, session_id, self._rank, ranks, formats)
         )
+
+    def _bases(
+        self, small: ReducedSnapshot
+    ) -> Iterator[ReducedSnapshot | CacheSnapshot]:
+        """What a reduced snapshot needs; the last one is whole."""
+        base = self._snapshots[small.base]
+        yield base
+        while isinstance(base, ReducedSnapshot):
+            base = self._snapshots[base.base]
+            yield base
 
     def _unlink(self, session_id: str, ranks: int | None) -> None:
         assert self._files is not None, "there are no files"
@@ -253,6 +315,24 @@ class SessionStore:
             self._finish_write(session_id, self._writes.pop(session_id))
         for session_id in [i for i, f in self._reads.items() if f.done()]:
             self._finish_read(session_id, self._reads.pop(session_id))
+        for session_id in [i for i, f in self._reductions.items() if f.done()]:
+            self._finish_reduction(session_id, self._reductions.pop(session_id))
+
+    def _finish_reduction(
+        self, session_id: str, reduction: Future[ReducedSnapshot | None]
+    ) -> None:
+        saved = self._snapshots[session_id]
+        try:
+            small = reduction.result()
+        except COPY_ERRORS as error:
+            small = None  # it stays whole
+            problem = coded("KVP305", f"cannot be reduced: {error}")
+            self._warn(session_id, problem)
+        freed = 0
+        if small is not None:
+            freed = saved.num_bytes - small.num_bytes
+            self._snapshots[session_id] = small
+        self._acks.append(SessionAck("reduced", session_id, num_bytes=freed))
 
     def _finish_write(self, session_id: str, write: Future[WrittenFile]) -> None:
         if write.cancelled():
@@ -292,7 +372,10 @@ class SessionStore:
         load: Load | None = None,
     ) -> None:
         if problem is not None:
-            text = self._throttle.format(problem)
-            if text is not None:
-                logger.warning("session %s: %s", session_id, text)
+            self._warn(session_id, problem)
         self._acks.append(SessionAck(event, session_id, problem, load))
+
+    def _warn(self, session_id: str, problem: str) -> None:
+        text = self._throttle.format(problem)
+        if text is not None:
+            logger.warning("session %s: %s", session_id, text)

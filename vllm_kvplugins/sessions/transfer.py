@@ -12,7 +12,8 @@ from vllm_kvplugins.engine.retained_regions import RetainedRegions
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.engine.windows import Window
 from vllm_kvplugins.plan.residency_plan import Compaction
-from vllm_kvplugins.sessions.deltas import Lineage, PageFormat
+from vllm_kvplugins.sessions.deltas import Lineage
+from vllm_kvplugins.sessions.page_tokens import PageFormat
 from vllm_kvplugins.sessions.rewind import SavedTokens, rebuild
 from vllm_kvplugins.sessions.settings import SessionDtype
 from vllm_kvplugins.sessions.snapshot import (

@@ -275,7 +275,7 @@ class SchedulerSessions:
         for match in self.directory.find(owner, self._prompt_of(request)):
             if match.shared <= more_than:
                 break  # the remaining sessions share at most as many tokens
-            if not (match.ready or self._responds):
+            if match.needs_file and not self._responds:
                 continue
             if whole and match.session.compaction is not None:
                 continue
