@@ -71,6 +71,9 @@ def settle(driver: Driver) -> None:
     """Run idle steps until ended requests are saved and reported."""
     for _ in range(3):
         driver.step()
+    sessions = driver.scheduler.connector.sessions
+    while sessions is not None and sessions.needs_step:  # as vLLM does
+        driver.step()
 
 
 def talks(
@@ -126,6 +129,41 @@ def talks(
         "tracked": driver.check_policy_state(),
         "preemptions": driver.preemptions,
     }
+
+
+def talks_saved_slowly(delay_s: float = 0.02, **arguments: Any) -> dict[str, Any]:
+    """Conversations whose sessions a slow thread copies.
+
+    Returns:
+        As ``talks``, with the largest number of sessions that were being saved when a
+        step ended that computed something.
+    """
+    from vllm_kvplugins.sessions.store import SessionStore
+    from vllm_kvplugins.sessions.transfer import PendingSave
+
+    init, finish, most = SessionStore.__init__, PendingSave.finish, [0]
+
+    def copies_nothing_at_once(store: Any, *args: Any, **kwargs: Any) -> None:
+        init(store, *args, **kwargs, copied_at_once_bytes=0)
+
+    def slowly(pending: Any) -> Any:
+        time.sleep(delay_s)
+        return finish(pending)
+
+    def count(driver: Driver) -> None:
+        process = driver.scheduler.connector.sessions.process
+        saving = driver.scheduler.connector.sessions._saving
+
+        def processed(acks: Any) -> None:
+            if driver.scheduler.running:
+                most[0] = max(most[0], len(saving))
+            process(acks)
+
+        driver.scheduler.connector.sessions.process = processed
+
+    SessionStore.__init__ = copies_nothing_at_once  # type: ignore[method-assign]
+    PendingSave.finish = slowly  # type: ignore[method-assign]
+    return talks(**arguments, prepare=count) | {"most_saving": most[0]}
 
 
 def stored(
@@ -297,11 +335,6 @@ def earlier_turns(
         ends = [*ends, len(prompt) + len(answer)]
         prompt = [*prompt, *answer, *random_tokens(10 + turn, 90, VOCABULARY)]
     sessions = directory(driver)
-    number = 0
-    while sessions.pending:  # a thread reduces them, the next steps learn of it
-        number += 1
-        driver.add(f"other{number}", prompt[:40], 2, kv_session=False)
-        driver.run()
     report: dict[str, Any] = {
         "reduced": len(sessions.reduced),
         "whole_bytes": sum(each.num_bytes for each in sessions),

@@ -76,6 +76,31 @@ def test_in_a_small_pool_and_little_memory(tiny_model, recomputed, tmp_path):
     assert kept["tracked"] == 0
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_sessions_are_copied_while_others_compute(tiny_model, recomputed, ahead):
+    """Nobody gets the blocks of an ended request before they are copied."""
+    settings = {
+        "num_gpu_blocks_override": 60,  # some requests wait until others have ended
+        "async_scheduling": ahead,
+        "max_model_len": 1150,
+    }
+    kept = run_scenario(
+        "scenarios_sessions:talks_saved_slowly",
+        {
+            "model": tiny_model,
+            "policy": FLOW,
+            "questions": QUESTIONS,
+            "number": 6,
+            "settings": settings,
+        },
+    )
+    assert kept["answers"] == recomputed["answers"]
+    assert kept["counts"]["hits"] >= 6 * (len(QUESTIONS) - 1)
+    assert kept["counts"]["failures"] == 0
+    assert kept["most_saving"] > 0, "no step has computed meanwhile"
+    assert kept["tracked"] == 0
+
+
 def test_after_a_restart(tiny_model, recomputed, tmp_path):
     policy = FLOW | {"session_dir": str(tmp_path)}
     before = talks(tiny_model, policy, questions=QUESTIONS[:3])

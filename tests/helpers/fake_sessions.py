@@ -73,7 +73,8 @@ class SessionEngine(FakeEngine):
         query = first_saved(
             tokens, request.computed, needed, self.known_from.get(name, 0), at
         )
-        return self.transfer.save(name, compaction, tokens, blocks, query)
+        pending = self.transfer.save(name, compaction, tokens, blocks, query)
+        return pending.finish()
 
     def resume(
         self,

@@ -205,7 +205,7 @@ class Replica:
                 match = None
                 break
             self.step()
-            self.store.wait_for_reads()
+            self.store.wait_for_copies()
         if match is None:
             self.directory.stop_waiting(request)
             self.directory.count_miss()

@@ -45,7 +45,7 @@ from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions import stored_pages
-from vllm_kvplugins.sessions.transfer import Transfer
+from vllm_kvplugins.sessions.transfer import PendingSave, Transfer
 
 AHEAD = [{"prefetch": "step"}, {"prefetch": "layer"}, {"reuse_every": 2}]
 RETRIEVERS = policies(retrieve)
@@ -284,9 +284,11 @@ def test_sessions_leave_the_gpu_and_come_back(
     whole = (stop - first) * life.heap.rows * pages[:1].nbytes
     monkeypatch.setattr(stored_pages, "PIECE_BYTES", whole // 4)
     # without inference mode, which does not support these tensors
-    save, restore = (f.__wrapped__ for f in (Transfer.save, Transfer.restore))
+    save, finish, restore = (
+        f.__wrapped__ for f in (Transfer.save, PendingSave.finish, Transfer.restore)
+    )
     own = table[first:stop].tolist()
-    saved = save(transfer, name, compaction, tokens, own, tokens)
+    saved = finish(save(transfer, name, compaction, tokens, own, tokens))
     assert whole // 8 < largest.pop() <= whole // 4, "copied whole, there"
     contents = zone_contents(life, name).clone()
     (part,) = saved.parts

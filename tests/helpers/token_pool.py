@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,25 @@ def tokens_of(saved: CacheSnapshot) -> Tokens:
     return ids
 
 
+class CopiedCache:
+    """A cache that a store takes when it has time.
+
+    Args:
+        pool: the copy waits for it, and fails if it has no memory then.
+    """
+
+    def __init__(self, saved: CacheSnapshot, pool: Pool | None = None) -> None:
+        self._saved, self._pool = saved, pool
+        self.num_bytes = saved.num_bytes
+
+    def finish(self) -> CacheSnapshot:
+        if self._pool is not None:
+            assert self._pool.may_copy.wait(60)
+            if self._pool.fails:
+                raise MemoryError("none left")
+        return self._saved
+
+
 class Pool:
     """The transfer of a worker, without a pool: a request's cache is its tokens.
 
@@ -78,13 +98,15 @@ class Pool:
         self.restored: dict[str, Tokens] = {}
         self.continued: dict[str, Lineage] = {}
         self.fails = False
+        self.may_copy = threading.Event()  # otherwise copies take time
+        self.may_copy.set()
 
-    def save(self, request: str, compaction: Any, *arguments: Any) -> CacheSnapshot:
+    def save(self, request: str, compaction: Any, *arguments: Any) -> CopiedCache:
         if self.fails:
             raise MemoryError("none left")
         saved = snapshot(self.caches.pop(request), compaction, self.copies)
         saved.lineage = self.continued.pop(request, None)
-        return saved
+        return CopiedCache(saved, self)
 
     def restore(
         self, request: str, prompt: int, saved: CacheSnapshot, tokens: int, *rest: Any

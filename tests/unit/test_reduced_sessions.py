@@ -131,7 +131,7 @@ class Engine:
             self.store.execute(commands)
             for future in [*self.store._reductions.values()]:
                 future.exception()
-            self.store.wait_for_reads()
+            self.store.wait_for_copies()
             self.directory.process(self.store.take_acks())
         self.directory.check_integrity()
         assert self.store.held_bytes <= self.directory.held_bytes

@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_session_files import Caches, cache, folder
 from test_session_store import session
+from token_pool import CopiedCache
 from waiting import wait_for
 
 from vllm_kvplugins.errors import codes_in
@@ -35,10 +36,10 @@ class Weighed(Caches):
     def __init__(self) -> None:
         self.alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
-    def save(self, *arguments: object) -> CacheSnapshot:
+    def save(self, *arguments: object) -> CopiedCache:
         saved = cache(9)
         self.alive.add(saved.parts[0].tail)
-        return saved
+        return CopiedCache(saved)
 
     @property
     def num_bytes(self) -> int:

@@ -22,6 +22,7 @@ import torch
 from click.testing import Result
 from safetensors import safe_open
 from test_session_store import session, tokens
+from token_pool import CopiedCache
 from typer.testing import CliRunner
 from waiting import wait_for
 
@@ -434,7 +435,7 @@ class Caches:
     def save(self, request_id, compaction, tokens, blocks, first_query):
         if request_id == "no memory":
             raise MemoryError("none left")
-        return cache(tokens)
+        return CopiedCache(cache(tokens))
 
     def restore(self, request_id, *arguments):
         raise RuntimeError(f"no room for {request_id}")

@@ -27,6 +27,7 @@ from test_flowkv import flow
 from test_head_shards import SIZES, TOKENS, Dense, check_equal
 from test_session_files import Caches
 from test_sessions_runtime import BLOCK, run, says, small
+from token_pool import CopiedCache
 from typer.testing import CliRunner
 
 from vllm_kvplugins.cli.app import app
@@ -287,7 +288,8 @@ def test_a_worker_has_the_files_of_its_rank(
         store = Worker(config, 0, rank=rank).kv_policy.session_store
         store._transfer = Loads()
         saved = Dense((2,)).part(rank, 2)
-        monkeypatch.setattr(Loads, "save", lambda *_, saved=saved: saved)
+        copied = CopiedCache(saved)
+        monkeypatch.setattr(Loads, "save", lambda *_, copied=copied: copied)
         tokens = np.arange(TOKENS, dtype=np.int32)
         one = Session("s", "o", tokens, saved.compaction, 1000, TOKENS - 5)
         store.save(SessionCommands(saves=[Save(one, "r", (), writes=True)]))
@@ -367,7 +369,7 @@ class Engine:
             store.save(commands)
             store.execute(commands)
             while store._reads and not all(r.done() for r in store._reads.values()):
-                store.wait_for_reads()
+                store.wait_for_copies()
         acks = [ack for store in self.stores for ack in store.take_acks()]
         self.directory.process(acks)
         self.directory.check_integrity()

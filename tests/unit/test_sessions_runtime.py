@@ -308,5 +308,5 @@ def test_a_request_compacted_elsewhere_is_not_saved():
     engine = SessionEngine(small("snapkv"), BLOCK, 80, sessions=True)
     run(engine, engine.add("r", 40, 2), 9)
     with pytest.raises(ValueError, match="compacted at 40"):
-        engine.transfer.save("r", None, 41, engine.requests["r"].table, 41)
+        engine.transfer.save("r", None, 41, engine.requests["r"].table, 41).finish()
     assert isinstance(engine.save("r"), CacheSnapshot)

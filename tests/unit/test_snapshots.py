@@ -120,7 +120,7 @@ def lost(engine: SessionEngine, request: Request) -> None:
     assert step.lengths.eq(tokens + 1).all()
     runtime.end_step()
     with pytest.raises(ValueError, match="session failed to load"):
-        engine.transfer.save("r", None, tokens, request.table, tokens)
+        engine.transfer.save("r", None, tokens, request.table, tokens).finish()
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["loaded", "in place"])

@@ -58,6 +58,8 @@ class SessionDirectory:
         on_forgotten: called with the ID of each session that leaves the directory.
         on_memory_freed: called with the ID of each session that leaves memory, even if
             its file stays.
+        on_save_withdrawn: called with the ID of each session whose command to save no
+            worker gets.
         shared: None: nobody else uses the files.
         clock: seconds, monotonic: changes of the system's date have no effect.
 
@@ -80,6 +82,7 @@ class SessionDirectory:
         rewinds: bool = False,
         on_forgotten: Callable[[str], None] = lambda session_id: None,
         on_memory_freed: Callable[[str], None] = lambda session_id: None,
+        on_save_withdrawn: Callable[[str], None] = lambda session_id: None,
         shared: SharedStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,6 +99,7 @@ class SessionDirectory:
         self._max_age_s = max_age_s
         self._on_forgotten = on_forgotten
         self._on_memory_freed = on_memory_freed
+        self._on_save_withdrawn = on_save_withdrawn
         self._shared = shared
         self._clock = clock
         self._index = SessionIndex(min_tokens, rewinds)
@@ -501,6 +505,11 @@ class SessionDirectory:
         return taken
 
     @property
+    def awaits_copies(self) -> bool:
+        """Whether workers copy tokens of sessions within memory."""
+        return bool(self._reductions.busy)
+
+    @property
     def has_commands(self) -> bool:
         """Whether the next step has commands."""
         return any(getattr(self._commands, f.name) for f in fields(self._commands))
@@ -774,6 +783,7 @@ class SessionDirectory:
         for save in self._commands.saves:
             if save.session.session_id == session_id:
                 self._commands.saves.remove(save)
+                self._on_save_withdrawn(session_id)
                 if save.reduces is not None and save.reduces in self._reductions:
                     self._reductions.end(save.reduces)
                     self._set_presence(save.reduces, memory="present")

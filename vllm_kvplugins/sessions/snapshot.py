@@ -142,27 +142,65 @@ class CacheSnapshot:
         return self.tokens - (self.queries.shape[1] if self.queries is not None else 0)
 
 
-def copy_out(
+@dataclass(frozen=True, slots=True)
+class PagesToCopy:
+    """Pages of a request that ends, while its blocks are not reused.
+
+    Attributes:
+        stored: the format of the copies.
+        counts, positions, retained_ids: see ``HeapPart``; on the pool's device.
+        tail_ids: int64 [rows, tail blocks], page IDs behind the retained region.
+        used: slots in use of the last page of each row.
+    """
+
+    stored: StoredPages
+    counts: torch.Tensor
+    positions: torch.Tensor
+    retained_ids: torch.Tensor
+    tail_ids: torch.Tensor
+    used: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the copies."""
+        pages = self.retained_ids.numel() + self.tail_ids.numel()
+        return int(pages * self.stored.page_elems * self.stored.elem_dtype.itemsize)
+
+    def copy_out(self) -> HeapPart:
+        """Copy them to host memory; other tensors stay on the pool's device.
+
+        Cost: reads each page once, in bulk. On a GPU it takes ``PIECE_BYTES`` of device
+            memory, and the calling thread waits for each piece. Quantizing takes about
+            200 ns per 64 elements.
+        """
+        tail = self.stored.copy_out(self.tail_ids.reshape(-1))
+        if self.tail_ids.numel():
+            last = tail.view(*self.tail_ids.shape, -1)[:, -1]
+            self.stored.clear(last, self.used)
+        return HeapPart(
+            counts=self.counts,
+            positions=self.positions,
+            retained=self.stored.copy_out(self.retained_ids),
+            tail=tail,
+            layout=self.stored.layout,
+            retained_ids=self.retained_ids,
+        )
+
+
+def pages_to_copy(
     regions: RetainedRegions,
     stored: StoredPages,
     resident: Resident | None,
     compaction: Compaction | None,
     tokens: int,
     blocks: torch.Tensor,
-) -> HeapPart:
-    """Copy a request's pages out of a heap.
+) -> PagesToCopy:
+    """The pages of a request in a heap.
 
     Args:
         stored: the format of the copies.
         resident: its retained region; None: it was never compacted.
         blocks: int64, physical IDs, from its first resident block.
-
-    Returns:
-        A part with pages in host memory and the other tensors on the pool's device.
-
-    Cost: reads each page once, in bulk. On a GPU it takes ``PIECE_BYTES`` of device
-        memory, and the host waits for each piece. Quantizing takes about 200 ns per 64
-        elements.
     """
     heap, size = regions.heap, regions.heap.layout.block_size
     first = compaction.retained.start if compaction else 0
@@ -180,18 +218,8 @@ def copy_out(
         place = torch.arange(pages.shape[1], device=pages.device)
         retained_ids = pages[place < counts[:, None]]
         positions = resident.positions[:, shared * size :].clone()
-    tail = stored.copy_out(tail_ids.reshape(-1))
-    if tokens % size:
-        last = tail.view(heap.rows, -1, tail.shape[1])[:, -1]
-        stored.clear(last, tokens % size)
-    return HeapPart(
-        counts=counts,
-        positions=positions,
-        retained=stored.copy_out(retained_ids),
-        tail=tail,
-        layout=stored.layout,
-        retained_ids=retained_ids,
-    )
+    used = tokens % size or size
+    return PagesToCopy(stored, counts, positions, retained_ids, tail_ids, used)
 
 
 def mismatch(num_rows: int, stored: StoredPages, saved: HeapPart) -> str | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.log_throttle import LogThrottle
@@ -28,8 +29,22 @@ from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
 logger = logging.getLogger("vllm.kv_policy")
 
-_READ_WAIT_S = 0.02
+_COPY_WAIT_S = 0.02
 _CLOSE_WAIT_S = 30.0
+# A thread copies larger caches. Smaller ones take less time than the step that would
+# have to follow to learn of the copy.
+_COPIED_AT_ONCE_BYTES = 1 << 20
+
+
+class PendingCopy(Protocol):
+    """A cache that is still to be copied out of the pool; see ``PendingSave``."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the pages, as they will be stored."""
+
+    def finish(self) -> CacheSnapshot:
+        """Copy the pages, in any thread."""
 
 
 class CacheTransfer(Protocol):
@@ -42,8 +57,8 @@ class CacheTransfer(Protocol):
         tokens: int,
         blocks: tuple[int, ...],
         first_query: int,
-    ) -> CacheSnapshot:
-        """Copy a request's cache out of the pool."""
+    ) -> PendingCopy:
+        """Prepare to copy a request's cache out of the pool."""
 
     def restore(
         self,
@@ -72,12 +87,32 @@ class CacheTransfer(Protocol):
         """The order of elements in stored pages of each heap."""
 
 
+@dataclass(slots=True)
+class _Saving:
+    """A session that a thread copies out of the pool.
+
+    Attributes:
+        num_bytes: memory of its pages.
+        keeps, writes: whether it is kept in memory, and written to a file, when it is
+            copied.
+    """
+
+    save: Save
+    copy: Future[CacheSnapshot]
+    num_bytes: int
+    keeps: bool
+    writes: bool
+
+
 class SessionStore:
     """The sessions of one worker.
 
     Args:
         files: session files; None: memory only.
         num_readers, num_writers: how many files are read and written at once.
+        copied_at_once_bytes: a thread copies larger caches out of the pool, while the
+            model computes. Their blocks must not be reused before "saved" is
+            acknowledged.
     """
 
     def __init__(
@@ -87,12 +122,16 @@ class SessionStore:
         rank: int = 0,
         num_readers: int = 1,
         num_writers: int = 1,
+        copied_at_once_bytes: int = _COPIED_AT_ONCE_BYTES,
     ) -> None:
         self._transfer = transfer
+        self._copied_at_once_bytes = copied_at_once_bytes
         self._files = files
         self._rank = rank
         self._snapshots: dict[str, CacheSnapshot | ReducedSnapshot] = {}
         self._acks: list[SessionAck] = []
+        self._saver = FileThread("kvp-session-save")
+        self._saving: dict[str, _Saving] = {}
         # Separate threads, so that reads do not wait for writes.
         self._writer = FileThread("kvp-session-write", num_writers)
         self._reader = FileThread("kvp-session-read", num_readers)
@@ -130,15 +169,19 @@ class SessionStore:
         for session_id in commands.stage:
             self._stage(session_id, commands.file_ranks.get(session_id))
 
-    def wait_for_reads(self) -> None:
-        """Wait up to 20 ms for a file that is being read.
+    def wait_for_copies(self) -> None:
+        """Wait up to 20 ms for a session that is being read or copied.
 
         Call when a step computes nothing, so that the engine does not busy-wait.
         """
-        wait(self._reads.values(), timeout=_READ_WAIT_S, return_when=FIRST_COMPLETED)
+        under_way: list[Future[Any]] = [s.copy for s in self._saving.values()]
+        under_way += [*self._reads.values(), *self._reductions.values()]
+        wait(under_way, timeout=_COPY_WAIT_S, return_when=FIRST_COMPLETED)
 
     def wait_for_writes(self) -> None:
         """Wait until all files are written or have failed."""
+        wait([saving.copy for saving in self._saving.values()])
+        self._collect()
         wait(list(self._writes.values()))
 
     def take_acks(self) -> list[SessionAck]:
@@ -148,10 +191,12 @@ class SessionStore:
         return taken
 
     def close(self) -> None:
-        """Wait up to 30 s until all files are written.
+        """Wait up to 30 s until all sessions are copied, and as long for their files.
 
         The store cannot be used afterwards.
         """
+        self._saver.close(_CLOSE_WAIT_S)
+        self._collect()
         self._reader.close(timeout_s=0)
         self._reducer.close(timeout_s=0)
         if not self._writer.close(_CLOSE_WAIT_S):
@@ -162,7 +207,8 @@ class SessionStore:
     @property
     def held_bytes(self) -> int:
         """Memory of this worker's sessions."""
-        return sum(saved.num_bytes for saved in self._snapshots.values())
+        saving = sum(saving.num_bytes for saving in self._saving.values())
+        return sum(saved.num_bytes for saved in self._snapshots.values()) + saving
 
     @property
     def num_held(self) -> int:
@@ -174,35 +220,70 @@ class SessionStore:
     def _save(self, save: Save) -> None:
         session = save.session
         try:
-            saved = self._transfer.save(
+            pending = self._transfer.save(
                 save.request_id,
                 session.compaction,
                 len(session.tokens),
                 save.blocks,
                 session.first_query,
             )
+            if pending.num_bytes <= self._copied_at_once_bytes:
+                self._finish_save(save, pending.finish(), save.writes)
+                return
         except COPY_ERRORS as error:
-            problem = coded("KVP305", f"cannot be saved: {error}")
-            self._ack("saved", session.session_id, problem)
-            if save.writes:
-                self._ack("written", session.session_id)  # nothing is being written
-            if save.reduces is not None:
-                self._ack("reduced", save.reduces)
+            self._fail_save(save, error)
             return
+        copy = self._saver.submit(pending.finish)
+        self._saving[session.session_id] = _Saving(
+            save, copy, pending.num_bytes, keeps=True, writes=save.writes
+        )
+
+    def _fail_save(self, save: Save, error: Exception) -> None:
+        problem = coded("KVP305", f"cannot be saved: {error}")
+        self._ack("saved", save.session.session_id, problem)
+        self._skip_rest_of_save(save)
+
+    def _skip_rest_of_save(self, save: Save) -> None:
+        """Acknowledge what would have followed the copy."""
+        if save.writes:
+            self._ack("written", save.session.session_id)  # nothing is being written
+        if save.reduces is not None:
+            self._ack("reduced", save.reduces)
+
+    def _finish_saving(self, saving: _Saving) -> None:
+        """A thread has copied a session, or has failed."""
+        try:
+            saved = saving.copy.result()
+        except COPY_ERRORS as error:
+            self._fail_save(saving.save, error)
+            return
+        if saving.keeps:
+            self._finish_save(saving.save, saved, saving.writes)
+            return
+        self._transfer.discard(saved)
+        self._ack("saved", saving.save.session.session_id)
+        self._skip_rest_of_save(saving.save)
+
+    def _finish_save(self, save: Save, saved: CacheSnapshot, writes: bool) -> None:
+        """Keep a session that is copied, and begin to write its file."""
+        session = save.session
         self._snapshots[session.session_id] = saved
         self._ack("saved", session.session_id)
         lineage, saved.lineage = saved.lineage, None
         if save.reduces is not None:
             self._reduce(save.reduces, session.session_id, saved, lineage)
-        if save.writes:
-            assert self._files is not None, "there are no files"
-            continued = lineage.file.origins if lineage else None
-            if continued is None or continued.session_id != save.continues:
-                lineage = None
-            write = partial(self._files.write, session, self._rank, saved)
-            self._writes[session.session_id] = self._writer.submit(
-                partial(write, self._transfer.page_formats(), lineage)
-            )
+        if not writes:
+            if save.writes:
+                self._ack("written", session.session_id)  # another rank has failed
+            return
+        assert self._files is not None, "there are no files"
+        continued = lineage.file.origins if lineage else None
+        if continued is None or continued.session_id != save.continues:
+            lineage = None
+        write = partial(self._files.write, session, self._rank, saved)
+        self._writes[session.session_id] = self._writer.submit(
+            partial(write, self._transfer.page_formats(), lineage)
+        )
 
     def _reduce(
         self,
@@ -255,6 +336,9 @@ class SessionStore:
             self._ack("loaded", load.session_id, problem, load)
 
     def _drop(self, session_id: str) -> None:
+        saving = self._saving.get(session_id)
+        if saving is not None:
+            saving.keeps = False  # the copy still reads the pool
         dropped = self._snapshots.pop(session_id, None)
         if isinstance(dropped, CacheSnapshot):
             self._transfer.discard(dropped)
@@ -294,6 +378,8 @@ class SessionStore:
 
     def _unlink(self, session_id: str, ranks: int | None) -> None:
         assert self._files is not None, "there are no files"
+        if session_id in self._saving:
+            self._saving[session_id].writes = False
         write = self._writes.get(session_id)
         if write is not None and (self._writer.cancel(write) or write.cancelled()):
             write = None  # wait() never returns for it
@@ -311,6 +397,8 @@ class SessionStore:
     # -- acknowledgements -------------------------------------------------------
 
     def _collect(self) -> None:
+        for session_id in [i for i, s in self._saving.items() if s.copy.done()]:
+            self._finish_saving(self._saving.pop(session_id))
         for session_id in [i for i, f in self._writes.items() if f.done()]:
             self._finish_write(session_id, self._writes.pop(session_id))
         for session_id in [i for i, f in self._reads.items() if f.done()]:

@@ -19,14 +19,15 @@ import torch
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.ops import dispatch as ops
 from vllm_kvplugins.ops.bulk import copy_pages
+from vllm_kvplugins.ops.device import AsyncHostCopy, moved
 from vllm_kvplugins.ops.layout import PagedKV
 from vllm_kvplugins.ops.quantized_rows import BITS, QuantizedRows
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.sessions.settings import SessionDtype
 
-# Pages are copied in pieces of this size. A GPU whose memory belongs to the pool has no
-# room for a second copy of a long request.
-PIECE_BYTES = 128 << 20
+# Pages are copied in pieces of this size, through pinned memory. A GPU whose memory
+# belongs to the pool has no room for a second copy of a long request.
+PIECE_BYTES = 32 << 20
 # What is quantized at once, so that no second copy of a long request is made.
 QUANTIZED_PIECE_BYTES = 8 << 20
 
@@ -186,7 +187,7 @@ class ExactPages:
             part = out[piece] if on_host else pool.new_empty(out[piece].shape)
             copy_pages(part, None, pool, ids[piece])
             if not on_host:
-                out[piece] = part
+                out[piece] = AsyncHostCopy(part).wait()
         return out
 
     def copy_in(
@@ -195,7 +196,7 @@ class ExactPages:
         pool = self._heap.pages
         for piece in _pieces(self._heap, len(ids), PIECE_BYTES):
             part = pages[piece] if which is None else pages[which[piece]]
-            copy_pages(pool, ids[piece], part.to(pool.device), None)
+            copy_pages(pool, ids[piece], moved(part, pool.device), None)
 
     def read_tokens(
         self, pages: torch.Tensor, page: torch.Tensor, slot: torch.Tensor

@@ -11,6 +11,7 @@ from vllm_kvplugins.engine.requests import RequestState, Resident
 from vllm_kvplugins.engine.retained_regions import RetainedRegions
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.engine.windows import Window
+from vllm_kvplugins.ops.device import SideStream
 from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.sessions.deltas import Lineage
 from vllm_kvplugins.sessions.page_tokens import PageFormat
@@ -19,9 +20,10 @@ from vllm_kvplugins.sessions.settings import SessionDtype
 from vllm_kvplugins.sessions.snapshot import (
     COPY_ERRORS,
     CacheSnapshot,
+    PagesToCopy,
     copy_in,
-    copy_out,
     mismatch,
+    pages_to_copy,
     reuse_in_place,
 )
 from vllm_kvplugins.sessions.stored_pages import (
@@ -30,6 +32,49 @@ from vllm_kvplugins.sessions.stored_pages import (
     stored_pages,
     unpack_queries,
 )
+
+
+class PendingSave:
+    """The cache of an ended request that is still to be copied, in any thread.
+
+    Its blocks must not be reused until then.
+
+    Args:
+        saved: everything but pages; its queries are as the model computed them.
+        pages: in each heap.
+        side: where copies are queued on a GPU, after ``written``.
+        written: an event after all writes to the pages; None on a CPU.
+    """
+
+    def __init__(
+        self,
+        saved: CacheSnapshot,
+        pages: Sequence[PagesToCopy],
+        side: SideStream,
+        written: torch.cuda.Event | None,
+    ) -> None:
+        self._saved, self._pages = saved, pages
+        self._side, self._written = side, written
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the pages, as they will be stored."""
+        return sum(pages.num_bytes for pages in self._pages)
+
+    # Outside of a step, but the pool's tensors are inference tensors.
+    @torch.inference_mode()
+    def finish(self) -> CacheSnapshot:
+        """Copy the pages, and wait for the copies.
+
+        Raises:
+            COPY_ERRORS: a copy failed; no snapshot remains.
+        """
+        saved = self._saved
+        with self._side.after(self._written):
+            saved.parts = tuple(pages.copy_out() for pages in self._pages)
+            if saved.queries is not None:
+                saved.queries = pack_queries(saved.queries, saved.dtype)
+            return saved.on(torch.device("cpu"))
 
 
 class Transfer:
@@ -44,6 +89,7 @@ class Transfer:
         self._runtime = runtime
         self._dtype = dtype
         self._formats: tuple[PageFormat, ...] = ()
+        self._side: SideStream | None = None
 
     @property
     def _heaps(self) -> list[tuple[RetainedRegions, StoredPages]]:
@@ -83,10 +129,10 @@ class Transfer:
         tokens: int,
         blocks: Sequence[int],
         first_query: int,
-    ) -> CacheSnapshot:
-        """Copy a request's cache out of the pool.
+    ) -> PendingSave:
+        """Prepare to copy a request's cache out of the pool.
 
-        Call before the runtime forgets the request.
+        Call before the runtime forgets the request. Reads no page.
 
         Args:
             compaction: its last compaction, with candidates from the shared prefix on.
@@ -110,27 +156,30 @@ class Transfer:
         runtime.observe_accepted(request_id, tokens)
         runtime.refresh_positions(request_id)
         ids, residents = self._ids(blocks), runtime.residents(request_id)
-        parts = [
-            copy_out(*heap, resident, compaction, tokens, ids)
+        pages = [
+            pages_to_copy(*heap, resident, compaction, tokens, ids)
             for heap, resident in zip(self._heaps, residents, strict=True)
         ]
-        saved = CacheSnapshot(
-            tokens, compaction, tuple(parts), self._dtype, blocks=tuple(blocks)
-        )
+        saved = CacheSnapshot(tokens, compaction, (), self._dtype, blocks=tuple(blocks))
         if first_query < tokens:
             window = state.window
             if window is None or not window.has(first_query, tokens):
                 raise ValueError(f"queries {first_query} to {tokens} were not kept")
-            queries = window.take(first_query, tokens)
-            saved.queries_dtype = queries.dtype
-            saved.queries = pack_queries(queries, self._dtype)
+            saved.queries = window.take(first_query, tokens)
+            saved.queries_dtype = saved.queries.dtype
         observation = runtime.policy.observation
         if observation is not None:
             for layer, observed in state.observed.items():
                 saved.observed[layer] = observation.pack(observed)
         saved.extension_states = runtime.detach_extensions(request_id)
         saved.lineage = state.lineage
-        return saved.on(torch.device("cpu"))
+        if self._side is None:
+            self._side = SideStream(self._device)
+        written = None
+        if self._device.type == "cuda":
+            written = torch.cuda.Event()
+            written.record()
+        return PendingSave(saved, pages, self._side, written)
 
     def discard(self, saved: CacheSnapshot) -> None:
         """Free the host tier that a snapshot holds; it will not be restored."""

@@ -193,12 +193,9 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Whether an engine without requests should run a step.
 
-        It takes the commands to the workers, for example after sessions have expired.
+        Sessions may have expired, or ended requests are being saved.
         """
-        if self.sessions is None:
-            return False
-        self.sessions.directory.expire()
-        return self.sessions.directory.has_commands
+        return self.sessions is not None and self.sessions.needs_step
 
     def seconds_to_expiry(self) -> float | None:
         """Seconds until a session expires; None: none will."""
@@ -208,7 +205,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         """Process the workers' acknowledgements."""
         meta = connector_output.kv_connector_worker_meta
         if meta is not None and self.sessions is not None:
-            self.sessions.directory.process(meta.acks)
+            self.sessions.process(meta.acks)
 
     def failed_loads(self, worker_meta: Any) -> list[Load]:
         """Loads of sessions that failed on some rank.

@@ -25,7 +25,7 @@ from vllm_kvplugins.errors import coded
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.policies.base import KVCachePolicy
-from vllm_kvplugins.sessions.commands import Session, Tokens
+from vllm_kvplugins.sessions.commands import Session, SessionAck, Tokens
 from vllm_kvplugins.sessions.directory import SessionDirectory
 from vllm_kvplugins.sessions.files import Scan, SessionFiles
 from vllm_kvplugins.sessions.object_store import start_up_problem
@@ -44,6 +44,7 @@ from vllm_kvplugins.vllm_adapter.config.request_params import (
 from vllm_kvplugins.vllm_adapter.scheduler import idle_wakeup
 from vllm_kvplugins.vllm_adapter.scheduler.admission import Admission
 from vllm_kvplugins.vllm_adapter.scheduler.block_manager import ResidencyBlockManager
+from vllm_kvplugins.vllm_adapter.scheduler.saving_blocks import SavingBlocks
 from vllm_kvplugins.vllm_adapter.scheduler.session_config import (
     disk_limit,
     session_files,
@@ -118,6 +119,9 @@ class SchedulerSessions:
             self._store = _opened_store(files, settings, manager.block_size)
             # The engine may be deleted without being shut down.
             weakref.finalize(self, self._store.close)
+        self._saving = SavingBlocks(
+            manager.block_pool, vllm_config.parallel_config.world_size
+        )
         scan = Scan() if self._store is not None else _scan(files)
         disk_bytes = disk_limit(settings, files, scan)
         self.directory = SessionDirectory(
@@ -132,6 +136,7 @@ class SchedulerSessions:
             rewinds=self._policy.retrieval is not None,
             on_forgotten=_both(host.release_session, self._store),
             on_memory_freed=manager.device_sessions.drop,
+            on_save_withdrawn=self._saving.release,
             shared=_shared(self._store, settings),
         )
         self._delete_clusterings: Callable[[], None] = lambda: None
@@ -226,6 +231,26 @@ class SchedulerSessions:
         """Stop listing the store."""
         if self._store is not None:
             self._store.close()
+
+    # -- what workers report -----------------------------------------------------
+
+    def process(self, acks: Sequence[SessionAck]) -> None:
+        """Process acknowledgements of the workers."""
+        for ack in acks:
+            if ack.event == "saved":
+                self._saving.acknowledge(ack.session_id)
+        self.directory.process(acks)
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether an engine without requests should run a step.
+
+        It takes commands to the workers, and frees blocks and memory of what they have
+        copied.
+        """
+        self.directory.expire()
+        copies = len(self._saving) > 0 or self.directory.awaits_copies
+        return copies or self.directory.has_commands
 
     # -- a request starts -------------------------------------------------------
 
@@ -474,6 +499,7 @@ class SchedulerSessions:
             self._host.hold_session(session.session_id, host_bytes)
         if self._keeps_on_device:
             self._manager.device_sessions.add(session.session_id, blocks)
+        self._saving.hold(session.session_id, blocks)
         return session.num_bytes
 
     def _new_id(self, owner: str, tokens: Tokens) -> str:

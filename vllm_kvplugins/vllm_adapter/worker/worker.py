@@ -148,7 +148,7 @@ class PolicyWorker:
         if store is not None and meta is not None:
             store.execute(meta.commands)
             if not scheduler_output.total_num_scheduled_tokens:
-                store.wait_for_reads()
+                store.wait_for_copies()
         drafts = scheduler_output.scheduled_spec_decode_tokens
         self.kv_policy.runner.draft_tokens = {
             request_id: len(tokens) for request_id, tokens in drafts.items()
