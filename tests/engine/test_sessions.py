@@ -101,6 +101,37 @@ def test_sessions_are_copied_while_others_compute(tiny_model, recomputed, ahead)
     assert kept["tracked"] == 0
 
 
+@pytest.mark.parametrize("blocks", [400, 60], ids=["roomy", "small"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_sessions_are_restored_while_others_compute(
+    tiny_model, recomputed, blocks, ahead
+):
+    """In a small pool, blocks may be lost again before the request starts."""
+    settings = {
+        "num_gpu_blocks_override": blocks,
+        "async_scheduling": ahead,
+        "max_model_len": 1150,
+    }
+    kept = run_scenario(
+        "scenarios_sessions:talks_placed",
+        {
+            "model": tiny_model,
+            "policy": FLOW,
+            "questions": QUESTIONS,
+            "number": 6,
+            "settings": settings,
+        },
+    )
+    assert kept["answers"] == recomputed["answers"]
+    assert kept["counts"]["hits"] >= 6 * (len(QUESTIONS) - 1)
+    assert kept["counts"]["failures"] == 0
+    assert kept["counts"]["device_hits"] == 0, "they were copied"
+    if blocks == 400:
+        assert kept["in_place"] >= 5 * (len(QUESTIONS) - 1)
+        assert kept["meanwhile"] > 0, "no step has computed meanwhile"
+    assert kept["tracked"] == 0
+
+
 def test_after_a_restart(tiny_model, recomputed, tmp_path):
     policy = FLOW | {"session_dir": str(tmp_path)}
     before = talks(tiny_model, policy, questions=QUESTIONS[:3])

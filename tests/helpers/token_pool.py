@@ -79,6 +79,20 @@ class CopiedCache:
         return self._saved
 
 
+class PlacedCache:
+    """A cache that a store copies to blocks when it has time."""
+
+    def __init__(self, saved: CacheSnapshot, blocks: tuple[int, ...], pool: Pool):
+        self._saved, self._blocks, self._pool = saved, blocks, pool
+
+    def finish(self) -> tuple[torch.Tensor, ...]:
+        assert self._pool.may_copy.wait(60)
+        if self._pool.fails:
+            raise MemoryError("none left")
+        pages = len(self._saved.parts[0].retained)
+        return (torch.tensor(self._blocks[:pages], dtype=torch.int64),)
+
+
 class Pool:
     """The transfer of a worker, without a pool: a request's cache is its tokens.
 
@@ -118,6 +132,11 @@ class Pool:
         self.continued[request] = Lineage(
             saved.file, tokens, saved.tokens, saved.compaction, slots
         )
+
+    def place(
+        self, saved: CacheSnapshot, tokens: int, blocks: tuple[int, ...]
+    ) -> PlacedCache:
+        return PlacedCache(saved, blocks, self)
 
     def page_formats(self) -> tuple[PageFormat, ...]:
         elements = torch.arange(BLOCK * self.copies * _ID_BYTES).view(BLOCK, -1)

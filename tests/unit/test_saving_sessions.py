@@ -12,6 +12,7 @@ from token_pool import Pool, num_bytes
 
 from vllm_kvplugins.sessions.commands import (
     Load,
+    Place,
     Save,
     SessionAck,
     SessionCommands,
@@ -152,3 +153,50 @@ def test_what_is_being_copied_is_written_before_the_store_closes(worker):
     worker.pool.may_copy.set()
     worker.store.close()
     assert worker.names == ["a"]
+
+
+# -- sessions that a thread copies to the device ---------------------------------------
+
+
+@pytest.fixture
+def placing(worker):
+    """A worker that has a session, whose next copies take time."""
+    worker.save("a")
+    worker.finish()
+    worker.pool.may_copy.clear()
+    return worker
+
+
+def test_a_session_is_copied_to_blocks_while_the_model_computes(placing):
+    placing.run(places=[Place("a", 40, tuple(range(5, 15)))])
+    assert placing.run() == []
+    placing.pool.may_copy.set()
+    placing.store.wait_for_copies()
+    (ack,) = placing.store.take_acks()
+    assert (ack.event, ack.problem) == ("placed", None)
+    saved = placing.store._snapshots["a"]
+    assert saved.blocks == tuple(range(5, 15))
+    assert saved.parts[0].retained_ids is not None
+
+
+@pytest.mark.parametrize("dropped", ["before", "meanwhile"])
+def test_blocks_of_a_session_that_is_gone_are_acknowledged(placing, dropped):
+    acks = placing.run(drop=["a"]) if dropped == "before" else []
+    acks += placing.run(places=[Place("a", 40, tuple(range(5, 15)))])
+    acks += placing.run(drop=["a"])
+    placing.pool.may_copy.set()
+    placing.store.wait_for_copies()
+    acks += placing.store.take_acks()
+    assert [ack.event for ack in acks] == ["placed"]
+    assert placing.store.num_held == 0
+
+
+def test_a_copy_to_blocks_that_fails_leaves_the_session(placing):
+    placing.run(places=[Place("a", 40, tuple(range(5, 15)))])
+    placing.pool.fails = True
+    placing.pool.may_copy.set()
+    placing.store.wait_for_copies()
+    (ack,) = placing.store.take_acks()
+    assert ack.event == "placed"
+    assert ack.problem is not None
+    assert placing.store.num_held == 1

@@ -118,6 +118,23 @@ class Load:
     moves: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Fill blocks with the first ``tokens`` tokens of a session, in a thread.
+
+    A request then continues it in place (``Load.in_place``), and no step waits for the
+    copy.
+
+    Attributes:
+        blocks: physical IDs, from the first resident block of the session. Nobody else
+            uses them.
+    """
+
+    session_id: str
+    tokens: int
+    blocks: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class SessionCommands:
     """Commands of one step.
@@ -130,6 +147,7 @@ class SessionCommands:
         unlink: sessions whose files to delete.
         saves: requests to save.
         loads: sessions to load.
+        places: sessions to copy into blocks.
         drop: sessions to delete from memory.
         stage: sessions to read from their files into memory, or to make whole if they
             are reduced; a session may be dropped and staged in the same step.
@@ -140,12 +158,18 @@ class SessionCommands:
     unlink: list[str] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
     drop: list[str] = field(default_factory=list)
     stage: list[str] = field(default_factory=list)
     file_ranks: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def copy_pages(self) -> bool:
+        """Whether workers need their caches."""
+        return bool(self.saves or self.loads or self.places or self.stage)
 
-Event = Literal["saved", "written", "staged", "loaded", "reduced"]
+
+Event = Literal["saved", "written", "staged", "loaded", "reduced", "placed"]
 
 
 @dataclass(frozen=True, slots=True)

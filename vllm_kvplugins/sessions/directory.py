@@ -10,6 +10,7 @@ from dataclasses import fields
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.sessions.commands import (
     Load,
+    Place,
     Save,
     Session,
     SessionAck,
@@ -180,6 +181,19 @@ class SessionDirectory:
             waiting.session_id = None
         return waiting.session_id is not None
 
+    def place(self, match: Match, request_id: str, blocks: Iterable[int]) -> None:
+        """Command the workers to copy a session to blocks, and keep it for a request.
+
+        Args:
+            blocks: see ``Place``.
+        """
+        session_id = match.session.session_id
+        assert self._entries[session_id].memory == "present", "not in memory"
+        self._waiting[request_id] = Wait(session_id, self._clock())
+        self._touch(session_id)
+        place = Place(session_id, match.tokens, tuple(blocks))
+        self._commands.places.append(place)
+
     def load(
         self,
         match: Match,
@@ -190,6 +204,7 @@ class SessionDirectory:
         prefix: Iterable[int] = (),
         moves: bool = False,
         cuts_off: bool = False,
+        is_placed: bool = False,
     ) -> None:
         """Command the workers to load a session into the blocks of a request.
 
@@ -198,6 +213,7 @@ class SessionDirectory:
             moves: the session leaves the directory with the request. Otherwise it
                 stays, for other requests.
             cuts_off: it moves although others could have continued it later.
+            is_placed: the blocks were filled for this request.
         """
         session_id = match.session.session_id
         self.stop_waiting(request_id)
@@ -208,7 +224,7 @@ class SessionDirectory:
         self._commands.loads.append(load)
         self._entries[session_id].num_loads += 1
         self.counts.hits += 1
-        self.counts.device_hits += in_place
+        self.counts.device_hits += in_place and not is_placed
         self.counts.store_hits += self._entries[session_id].is_found
         self.counts.restored_tokens += match.tokens
         self.counts.recomputed_tokens += match.shared - match.tokens
@@ -504,6 +520,11 @@ class SessionDirectory:
         taken, self._commands = self._commands, SessionCommands()
         return taken
 
+    def is_ready(self, session_id: str) -> bool:
+        """Whether a session is in memory as a whole."""
+        entry = self._entries.get(session_id)
+        return entry is not None and entry.memory == "present"
+
     @property
     def awaits_copies(self) -> bool:
         """Whether workers copy tokens of sessions within memory."""
@@ -524,6 +545,8 @@ class SessionDirectory:
             if ack.event == "written":
                 self._process_written(ack)
                 continue
+            if ack.event == "placed":
+                continue  # the request that waits for it loads it
             entry = self._entries.get(ack.session_id)
             if entry is None:
                 continue  # removed in the meantime

@@ -45,7 +45,7 @@ class HeapPart:
         tail: [rows * tail blocks, page_elems], stored pages after it, row by row.
         layout: the order of elements in a stored page.
         retained_ids: int64 [sum of counts], page IDs from which ``retained`` was
-            copied; None: the part was read from a file.
+            copied, or to which it was copied ahead; None: neither.
     """
 
     counts: torch.Tensor
@@ -93,8 +93,8 @@ class CacheSnapshot:
         observed: per layer, the packed result of the policy's last observation.
         extension_states: states of step extensions, which move with the snapshot, for
             example tokens in the host tier.
-        blocks: physical IDs of the blocks from which it was copied, from the first
-            resident block; None: the snapshot was read from a file.
+        blocks: physical IDs of the blocks from which it was copied, or to which it was
+            copied ahead, from the first resident block; None: neither.
         lineage: the session that its request continued; None: none, or its file has
             been written.
         file: its file; copies of the snapshot share it.
@@ -252,6 +252,32 @@ def copy_in(
     """Fill blocks of a heap with the first ``tokens`` tokens of a snapshot.
 
     Args:
+        stored, compaction, tokens, blocks, prefix: see :func:`fill_pages`.
+
+    Returns:
+        The request's retained region, with a slot index; None if it has none.
+
+    Cost: that of :func:`fill_pages`.
+    """
+    pool = fill_pages(regions, stored, saved, compaction, tokens, blocks, prefix)
+    if compaction is None:
+        return None
+    prefix_pages = regions.heap.page_ids(prefix)
+    return _register(regions.tables, saved, compaction, pool, prefix_pages)
+
+
+def fill_pages(
+    regions: RetainedRegions,
+    stored: StoredPages,
+    saved: HeapPart,
+    compaction: Compaction | None,
+    tokens: int,
+    blocks: torch.Tensor,
+    prefix: torch.Tensor,
+) -> torch.Tensor:
+    """Copy the pages of the first ``tokens`` tokens of a snapshot into a heap.
+
+    Args:
         stored: the format of the snapshot's pages.
         compaction: of the snapshot.
         blocks: int64, physical IDs, from the first resident block; behind ``prefix``.
@@ -259,10 +285,10 @@ def copy_in(
             Without a compaction, the snapshot has these tokens too.
 
     Returns:
-        The request's retained region, with a slot index; None if it has none.
+        int64 [sum of counts], page IDs of the retained region, row by row.
 
     Cost: writes each page once, in bulk. On a GPU it takes ``PIECE_BYTES`` of device
-        memory, and the host waits for each piece.
+        memory and as much pinned memory.
     """
     heap, size, rows = regions.heap, regions.heap.layout.block_size, regions.heap.rows
     in_retained = len(compaction.retained) if compaction else 0
@@ -278,13 +304,10 @@ def copy_in(
         every = torch.arange(saved.tail.shape[0], device="cpu")
         which = every.view(rows, -1)[:, start:stop].reshape(-1)
     stored.copy_in(tail_ids.reshape(-1), saved.tail, which)
-    if compaction is None:
-        return None
     pool = heap.page_ids(blocks[:in_retained]).reshape(-1)
     assert pool.numel() == int(saved.counts.sum()), "pages must balance"
     stored.copy_in(pool, saved.retained)
-    prefix_pages = heap.page_ids(prefix)
-    return _register(regions.tables, saved, compaction, pool, prefix_pages)
+    return pool
 
 
 def reuse_in_place(

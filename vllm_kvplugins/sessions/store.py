@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
+
+import torch
 
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.log_throttle import LogThrottle
@@ -15,6 +17,7 @@ from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.sessions.commands import (
     Event,
     Load,
+    Place,
     Save,
     SessionAck,
     SessionCommands,
@@ -47,6 +50,13 @@ class PendingCopy(Protocol):
         """Copy the pages, in any thread."""
 
 
+class Placement(Protocol):
+    """A session that is still to be copied to blocks; see ``PendingPlacement``."""
+
+    def finish(self) -> tuple[torch.Tensor, ...]:
+        """Copy the pages, in any thread; page IDs of each heap's retained region."""
+
+
 class CacheTransfer(Protocol):
     """Copies caches out of the pool and into it; see ``transfer.Transfer``."""
 
@@ -59,6 +69,11 @@ class CacheTransfer(Protocol):
         first_query: int,
     ) -> PendingCopy:
         """Prepare to copy a request's cache out of the pool."""
+
+    def place(
+        self, saved: CacheSnapshot, tokens: int, blocks: tuple[int, ...]
+    ) -> Placement:
+        """Prepare to copy a session to blocks that nobody uses."""
 
     def restore(
         self,
@@ -104,6 +119,15 @@ class _Saving:
     writes: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Placing:
+    """A session that a thread copies to blocks."""
+
+    place: Place
+    saved: CacheSnapshot
+    copy: Future[tuple[torch.Tensor, ...]]
+
+
 class SessionStore:
     """The sessions of one worker.
 
@@ -132,6 +156,7 @@ class SessionStore:
         self._acks: list[SessionAck] = []
         self._saver = FileThread("kvp-session-save")
         self._saving: dict[str, _Saving] = {}
+        self._placing: dict[str, _Placing] = {}
         # Separate threads, so that reads do not wait for writes.
         self._writer = FileThread("kvp-session-write", num_writers)
         self._reader = FileThread("kvp-session-read", num_readers)
@@ -164,6 +189,8 @@ class SessionStore:
         """
         for load in commands.loads:
             self._load(load)
+        for place in commands.places:
+            self._place(place)
         for session_id in commands.drop:
             self._drop(session_id)  # also sessions of this step
         for session_id in commands.stage:
@@ -175,6 +202,7 @@ class SessionStore:
         Call when a step computes nothing, so that the engine does not busy-wait.
         """
         under_way: list[Future[Any]] = [s.copy for s in self._saving.values()]
+        under_way += [placing.copy for placing in self._placing.values()]
         under_way += [*self._reads.values(), *self._reductions.values()]
         wait(under_way, timeout=_COPY_WAIT_S, return_when=FIRST_COMPLETED)
 
@@ -335,6 +363,30 @@ class SessionStore:
             problem = coded("KVP307", f"cannot be loaded: {error}")
             self._ack("loaded", load.session_id, problem, load)
 
+    def _place(self, place: Place) -> None:
+        saved = self._snapshots.get(place.session_id)
+        if not isinstance(saved, CacheSnapshot):
+            self._ack("placed", place.session_id, "it is not in memory any more")
+            return
+        pending = self._transfer.place(saved, place.tokens, place.blocks)
+        copy = self._saver.submit(pending.finish)
+        self._placing[place.session_id] = _Placing(place, saved, copy)
+
+    def _finish_placing(self, placing: _Placing) -> None:
+        saved, place = placing.saved, placing.place
+        try:
+            retained = placing.copy.result()
+        except COPY_ERRORS as error:
+            problem = coded("KVP307", f"cannot be copied to the device: {error}")
+            self._ack("placed", place.session_id, problem)
+            return
+        saved.blocks = place.blocks
+        saved.parts = tuple(
+            replace(part, retained_ids=ids)
+            for part, ids in zip(saved.parts, retained, strict=True)
+        )
+        self._ack("placed", place.session_id)
+
     def _drop(self, session_id: str) -> None:
         saving = self._saving.get(session_id)
         if saving is not None:
@@ -399,6 +451,8 @@ class SessionStore:
     def _collect(self) -> None:
         for session_id in [i for i, s in self._saving.items() if s.copy.done()]:
             self._finish_saving(self._saving.pop(session_id))
+        for session_id in [i for i, p in self._placing.items() if p.copy.done()]:
+            self._finish_placing(self._placing.pop(session_id))
         for session_id in [i for i, f in self._writes.items() if f.done()]:
             self._finish_write(session_id, self._writes.pop(session_id))
         for session_id in [i for i, f in self._reads.items() if f.done()]:

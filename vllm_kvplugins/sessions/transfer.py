@@ -22,6 +22,7 @@ from vllm_kvplugins.sessions.snapshot import (
     CacheSnapshot,
     PagesToCopy,
     copy_in,
+    fill_pages,
     mismatch,
     pages_to_copy,
     reuse_in_place,
@@ -75,6 +76,52 @@ class PendingSave:
             if saved.queries is not None:
                 saved.queries = pack_queries(saved.queries, saved.dtype)
             return saved.on(torch.device("cpu"))
+
+
+class PendingPlacement:
+    """A snapshot that is still to be copied to free blocks, in any thread.
+
+    Args:
+        heaps: of the pool.
+        blocks: int64, physical IDs, from the first resident block; on its device.
+        side: where copies are queued on a GPU, after ``free``.
+        free: an event after all reads and writes of earlier owners; None on a CPU.
+    """
+
+    def __init__(
+        self,
+        heaps: Sequence[tuple[RetainedRegions, StoredPages]],
+        saved: CacheSnapshot,
+        tokens: int,
+        blocks: torch.Tensor,
+        side: SideStream,
+        free: torch.cuda.Event | None,
+    ) -> None:
+        self._heaps, self._saved, self._tokens = heaps, saved, tokens
+        self._blocks, self._side, self._free = blocks, side, free
+
+    @torch.inference_mode()
+    def finish(self) -> tuple[torch.Tensor, ...]:
+        """Copy the pages, and wait for the copies.
+
+        Returns:
+            For each heap, the page IDs of the retained region, in host memory.
+
+        Raises:
+            COPY_ERRORS: a copy failed.
+        """
+        blocks, no_prefix = self._blocks, self._blocks[:0]
+        last, tokens = self._saved.compaction, self._tokens
+        with self._side.after(self._free):
+            ids = [
+                fill_pages(*heap, part, last, tokens, blocks, no_prefix)
+                for heap, part in zip(self._heaps, self._saved.parts, strict=True)
+            ]
+            placed = tuple(each.cpu() for each in ids)
+            done = self._side.event()
+        if done is not None:
+            done.synchronize()
+        return placed
 
 
 class Transfer:
@@ -173,13 +220,33 @@ class Transfer:
                 saved.observed[layer] = observation.pack(observed)
         saved.extension_states = runtime.detach_extensions(request_id)
         saved.lineage = state.lineage
+        return PendingSave(saved, pages, *self._after_all_steps())
+
+    def _after_all_steps(self) -> tuple[SideStream, torch.cuda.Event | None]:
+        """The stream for copies, and an event after all steps so far."""
         if self._side is None:
             self._side = SideStream(self._device)
-        written = None
-        if self._device.type == "cuda":
-            written = torch.cuda.Event()
-            written.record()
-        return PendingSave(saved, pages, self._side, written)
+        if self._device.type != "cuda":
+            return self._side, None
+        event = torch.cuda.Event()
+        event.record()
+        return self._side, event
+
+    @torch.inference_mode()
+    def place(
+        self, saved: CacheSnapshot, tokens: int, blocks: Sequence[int]
+    ) -> PendingPlacement:
+        """Prepare to copy a snapshot to free blocks. Writes no page.
+
+        Args:
+            tokens: number of saved tokens to copy.
+            blocks: physical IDs, from its first resident block. The caller keeps them
+                free until a request continues the snapshot in place.
+        """
+        ids = self._ids(blocks)
+        return PendingPlacement(
+            self._heaps, saved, tokens, ids, *self._after_all_steps()
+        )
 
     def discard(self, saved: CacheSnapshot) -> None:
         """Free the host tier that a snapshot holds; it will not be restored."""

@@ -186,6 +186,7 @@ _EVERYWHERE = {
     "kv_cache_spec drop_eagle_block alignment_tokens) "
     "block_pool block_size kv_cache_spec num_cached_block req_to_blocks",
     f"{_CORE}.block_pool:BlockPool": "get_num_free_blocks() num_gpu_blocks "
+    "get_new_blocks(num_blocks) "
     "touch(blocks) unpin_blocks(blocks on_reuse) free_blocks(ordered_blocks) "
     "null_block",
     f"{_CORE}.kv_cache_utils:KVCacheBlock": "is_null block_hash block_id ref_cnt",

@@ -71,6 +71,8 @@ class AdmissionController:
             return Admission(cached)  # the session does not store the prefix
         shared = shared if has_prefix else 0
         if match.ready:
+            if sessions.awaits_copy(request, match, shared):
+                return Admission(shared, match=match, waits_for="session")
             return Admission(shared, match=match, moves=taken is not None)
         if sessions.directory.fetch(match, request.request_id):
             return Admission(shared, match=match, waits_for="session")

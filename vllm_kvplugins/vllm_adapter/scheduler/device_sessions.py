@@ -60,6 +60,16 @@ class DeviceSessions:
             self._pool.touch(blocks)
             self._pool.unpin_blocks(blocks, self._on_block_reused)
 
+    def __contains__(self, session_id: str) -> bool:
+        """Whether blocks hold a session, or will when its steps in flight end."""
+        return session_id in self._kept or session_id in self._pending
+
+    def keep(self, session_id: str, blocks: Sequence[Any]) -> None:
+        """Keep blocks that workers have filled; the caller has allocated them."""
+        self._kept[session_id] = list(blocks)
+        self._session_of.update((block.block_id, session_id) for block in blocks)
+        self._pool.unpin_blocks(blocks, self._on_block_reused)
+
     def take(self, session_id: str, count: int) -> list[Any]:
         """Allocate the first ``count`` blocks of a kept session and forget it.
 

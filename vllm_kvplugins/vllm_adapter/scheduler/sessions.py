@@ -44,6 +44,10 @@ from vllm_kvplugins.vllm_adapter.config.request_params import (
 from vllm_kvplugins.vllm_adapter.scheduler import idle_wakeup
 from vllm_kvplugins.vllm_adapter.scheduler.admission import Admission
 from vllm_kvplugins.vllm_adapter.scheduler.block_manager import ResidencyBlockManager
+from vllm_kvplugins.vllm_adapter.scheduler.placed_sessions import (
+    MIN_BYTES,
+    PlacedSessions,
+)
 from vllm_kvplugins.vllm_adapter.scheduler.saving_blocks import SavingBlocks
 from vllm_kvplugins.vllm_adapter.scheduler.session_config import (
     disk_limit,
@@ -122,6 +126,11 @@ class SchedulerSessions:
         self._saving = SavingBlocks(
             manager.block_pool, vllm_config.parallel_config.world_size
         )
+        self._placed = PlacedSessions(
+            manager.block_pool,
+            vllm_config.parallel_config.world_size,
+            manager.device_sessions,
+        )
         scan = Scan() if self._store is not None else _scan(files)
         disk_bytes = disk_limit(settings, files, scan)
         self.directory = SessionDirectory(
@@ -145,6 +154,7 @@ class SchedulerSessions:
                 delete_clusterings, vllm_config, routing.settings
             )
         self._keeps_on_device = settings.session_keep_on_device
+        self._min_placed_bytes = MIN_BYTES
         logger.info(
             "sessions: up to %d KiB, unused for %s, files: %s",
             settings.session_memory >> 10,
@@ -240,6 +250,11 @@ class SchedulerSessions:
             if ack.event == "saved":
                 self._saving.acknowledge(ack.session_id)
         self.directory.process(acks)
+        for ack in acks:
+            if ack.event == "placed":
+                ready = self.directory.is_ready(ack.session_id)
+                failed = ack.problem is not None
+                self._placed.acknowledge(ack.session_id, failed, ready)
 
     @property
     def needs_step(self) -> bool:
@@ -249,8 +264,8 @@ class SchedulerSessions:
         copied.
         """
         self.directory.expire()
-        copies = len(self._saving) > 0 or self.directory.awaits_copies
-        return copies or self.directory.has_commands
+        copies = len(self._saving) + len(self._placed) > 0
+        return copies or self.directory.awaits_copies or self.directory.has_commands
 
     # -- a request starts -------------------------------------------------------
 
@@ -383,17 +398,53 @@ class SchedulerSessions:
             return None
         return replace(match, tokens=tokens)
 
+    def awaits_copy(self, request: Any, match: Match, cached_tokens: int) -> bool:
+        """Whether a request waits until a thread has copied its session to the device.
+
+        Otherwise its step copies it, and all running requests wait.
+
+        Args:
+            match: the session, which is in host memory.
+            cached_tokens: tokens of the shared prefix that are in the prefix cache.
+        """
+        session, manager = match.session, self._manager
+        if session.session_id in self._placed:
+            return True
+        if (
+            not self._keeps_on_device
+            or self._policy.host_storage is not None  # few tokens are copied
+            or not manager.req_to_blocks  # nobody would wait
+            or session.num_bytes < self._min_placed_bytes
+            or self._placed.was_tried(request.request_id)
+            or session.session_id in manager.device_sessions
+            or match.is_rewound
+            or session.shared_blocks * manager.block_size != cached_tokens
+        ):
+            return False
+        count = self._num_blocks(match.tokens) - session.first_block
+        # Its prompt needs blocks, too, and each request that runs may need one.
+        needed = self._num_blocks(request.num_prompt_tokens) - session.first_block
+        free = manager.block_pool.get_num_free_blocks()
+        if count < 1 or free < needed + len(manager.req_to_blocks):
+            return False
+        blocks = self._placed.begin(session.session_id, request.request_id, count)
+        self.directory.place(match, request.request_id, blocks)
+        return True
+
     def start(self, request: Any, admission: Admission) -> None:
         """Load the session of a request that has its blocks, if it continues one."""
         match = admission.match
         if self._store is not None:
             self._store.stop_waiting(request.request_id)
         if match is None:
+            self._placed.forget(request.request_id)
             self.directory.stop_waiting(request.request_id)
             if not request.num_preemptions and uses_sessions(request.sampling_params):
                 self.directory.count_miss()
             return
         request_id = request.request_id
+        is_placed = self._placed.was_tried(request_id)
+        self._placed.forget(request_id)
         table = self._manager.req_to_blocks[request_id]
         num_cached = admission.cached_tokens // self._manager.block_size
         first = max(admission.first_block, num_cached)
@@ -406,6 +457,7 @@ class SchedulerSessions:
             _block_ids(table[:num_cached]),
             admission.moves,
             admission.moves and self.is_branch(match),
+            is_placed,
         )
 
     def is_branch(self, match: Match) -> bool:
@@ -427,6 +479,7 @@ class SchedulerSessions:
             Bytes of the session; 0: none is saved.
         """
         self.directory.stop_waiting(request.request_id)
+        self._placed.forget(request.request_id)
         if self._store is not None:
             self._store.stop_waiting(request.request_id)
         tokens = min(request.num_computed_tokens, request.num_tokens)

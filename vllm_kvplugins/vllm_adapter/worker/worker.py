@@ -123,7 +123,7 @@ class PolicyWorker:
         runtime, store = self.kv_policy.runtime, self.kv_policy.session_store
         meta = our_metadata(scheduler_output.kv_connector_metadata)
         if store is not None and meta is not None:
-            if meta.commands.saves or meta.commands.loads or meta.commands.stage:
+            if meta.commands.copy_pages:
                 self.kv_policy.ensure_heap()
             store.save(meta.commands)
         runtime.finish(scheduler_output.finished_req_ids)
