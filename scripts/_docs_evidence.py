@@ -34,7 +34,6 @@ from _quality_stats import STOCK  # noqa: E402
 
 Model = dict[str, Any]
 NAMES = {PASSKEY: "pass key", MULTIKEY: "one key of sixteen", KL: "KL divergence"}
-HOW = "[How policies are compared](../quality.md#how-policies-are-compared)"
 
 
 @functools.cache
@@ -169,14 +168,18 @@ def verdict_of(models: Sequence[Model], policy: str) -> str:
             f"**Verdict.** Not measured at {shares} of the context, where it cannot "
             f"run: it {reason}.\n"
         )
+    own = _own(measured)
     tests = comparisons(models, policy)
-    conditions = [_settings(model, policy) for model in _own(measured)]
     lines = [
-        f"**Verdict.** {'; '.join(conditions)}. {HOW}.",
+        f"**Verdict.** {_conditions(own, policy)} {_keys(own)}, and KL divergence from "
+        f"full KV (nats). ▲: `{policy}` is better than this one, ▼: worse, both by "
+        "[paired tests](../quality.md#how-policies-are-compared); no mark: no "
+        "difference is shown.",
         "",
-        *(f"- {line}" for line in _claims(tests)),
-        *(f"- {line}" for line in _memory(models, policy)),
-        *(f"- {line}" for line in _untested(_own(measured))),
+        *_comparison_table(tests, own, policy),
+        "",
+        *(f"- {line}" for line in (*_memory(models, policy), *_untested(own))),
+        f"- Command: `{_command(own, policy)}`",
         "",
     ]
     return "\n".join(lines)
@@ -187,82 +190,98 @@ def _own(measured: Sequence[tuple[Model, Any]]) -> list[Model]:
     return list({model["model"]: model for model, _ in measured}.values())
 
 
-def _settings(model: Model, policy: str) -> str:
-    """Model, settings, shares and n, for the verdict's first sentence."""
-    cells = [c for c in model["cells"] if name_of(c) == policy and "refused" not in c]
-    fixed = {
-        key: value
-        for key, value in cells[0]["policy"].items()
-        if key not in ("name", "budget", "ratio")
-    }
-    shown = f"with `{json.dumps(fixed)}`, " if fixed else ""
-    shares = _percents([cell["share"] for cell in cells if cell["share"]])
-    held = f"{shares} of the context" if shares else "the whole context"
-    counts = sorted(
-        {cell[task]["samples"] for cell in cells for task in NAMES if task in cell}
+def _cells(model: Model, policy: str) -> list[Any]:
+    """What was measured of a policy."""
+    found = (c for c in model["cells"] if name_of(c) == policy and "refused" not in c)
+    return sorted(found, key=lambda cell: cell["share"] or 1.0)
+
+
+def _conditions(models: Sequence[Model], policy: str) -> str:
+    """Contexts and settings; the latter for each model, if they differ."""
+    tokens = _listed(
+        [str(n) for n in sorted({m["settings"]["tokens"] for m in models})]
     )
+    fixed = {}
+    for model in models:
+        chosen = {
+            key: value
+            for key, value in _cells(model, policy)[0]["policy"].items()
+            if key not in ("name", "budget", "ratio")
+        }
+        fixed[model["model"]] = f"`{json.dumps(chosen)}`" if chosen else "defaults"
+    each = set(fixed.values())
+    if each == {"defaults"}:
+        shown = ""
+    elif len(each) == 1:
+        shown = f", with {each.pop()}"
+    else:
+        shown = "".join(f", {text} on {model}" for model, text in fixed.items())
+    return f"Contexts of {tokens} tokens{shown}."
+
+
+def _command(models: Sequence[Model], policy: str) -> str:
+    """Measures the policy on one of the models."""
+    chosen = _cells(models[0], policy)[0]["policy"]
+    fixed = {k: v for k, v in chosen.items() if k not in ("budget", "ratio")}
+    name = policy if len(fixed) == 1 else f"'{json.dumps(fixed)}'"
     return (
-        f"{model['model']}, {model['settings']['tokens']} tokens, {shown}{held}, "
-        f"n = {_listed([str(count) for count in counts])} per task"
+        "python benchmarks/quality/evidence.py run MODEL --texts ESSAYS --samples 20 "
+        f"--policies {name} --out RESULTS"
     )
 
 
-def _claims(tests: Sequence[Comparison]) -> Iterator[str]:
+def _keys(models: Sequence[Model]) -> str:
+    asked = {len(model["samples"][PASSKEY]) for model in models}
+    return f"Pass keys found, of {_listed([str(n) for n in sorted(asked)])}"
+
+
+def _comparison_table(
+    tests: Sequence[Comparison], models: Sequence[Model], policy: str
+) -> Iterator[str]:
+    """One line per model and share: the policy's results, and those of the others."""
     baselines = list(dict.fromkeys(test.baseline for test in tests))
-    for result in ("better", "worse"):
-        for baseline in baselines:
-            shown = [t for t in tests if t.baseline == baseline and t.shown == result]
-            if shown:
-                name = "stock vLLM" if baseline == STOCK else f"`{baseline}`"
-                head = f"**{result.capitalize()} than {name}:**"
-                yield f"{head} {_figures(tests, shown)}."
-    parts = []
-    for baseline in baselines:
-        silent = [t for t in tests if t.baseline == baseline and not t.shown]
-        if silent:
-            name = "stock vLLM" if baseline == STOCK else f"`{baseline}`"
-            parts.append(f"{name} ({_where(tests, silent)})")
-    if parts:
-        yield f"No difference shown to {_listed(parts)}."
+    names = ["stock vLLM" if each == STOCK else f"`{each}`" for each in baselines]
+    yield f"| model | held | `{policy}` | {' | '.join(names)} |"
+    yield "|---" * (3 + len(names)) + "|"
+    for model in models:
+        for cell in _cells(model, policy):
+            own = [_shown(task, cell) for task in NAMES if task in _tested(model, cell)]
+            others = [
+                [
+                    test
+                    for test in tests
+                    if (test.model, test.share, test.baseline)
+                    == (model["model"], cell["share"], each)
+                ]
+                for each in baselines
+            ]
+            held = percent(cell["share"]) if cell["share"] else "all"
+            cells = [", ".join(_other(t) for t in each) or "–" for each in others]
+            line = " | ".join([model["model"], held, ", ".join(own) or "–", *cells])
+            yield f"| {line} |"
 
 
-def _figures(tests: Sequence[Comparison], shown: Sequence[Comparison]) -> str:
-    """The figures of claims, by model and task."""
-    parts = []
-    several = len({test.model for test in tests}) > 1
-    for model in dict.fromkeys(test.model for test in shown):
-        for task in NAMES:
-            own = [t for t in shown if (t.model, t.task) == (model, task)]
-            if own:
-                where = f"{model}, " if several else ""
-                own.sort(key=lambda test: test.share or 0.0)
-                pairs = ", ".join(f"{_pair(t)}{_at(t)}" for t in own)
-                parts.append(f"{where}{NAMES[task]} {pairs}")
-    return "; ".join(parts)
+def _tested(model: Model, cell: Any) -> list[str]:
+    """Tasks with enough contexts for a test."""
+    return [
+        task
+        for task, samples in model["samples"].items()
+        if task in cell and len({group for _, group in samples}) >= MIN_CONTEXTS
+    ]
 
 
-def _pair(test: Comparison) -> str:
-    if test.task == KL:
-        return f"{test.own:.3f} against {test.other:.3f}"
-    own, other = (round(mean * test.samples) for mean in (test.own, test.other))
-    return f"{own} against {other} of {test.samples}"
+def _shown(task: str, cell: Any) -> str:
+    score = cell[task]
+    return _number(task, score["mean"], score["samples"])
 
 
-def _at(test: Comparison) -> str:
-    return f" at {percent(test.share)}" if test.share else ""
+def _other(test: Comparison) -> str:
+    mark = {"better": " ▲", "worse": " ▼", "": ""}[test.shown]
+    return f"{_number(test.task, test.other, test.samples)}{mark}"
 
 
-def _where(tests: Sequence[Comparison], silent: Sequence[Comparison]) -> str:
-    several = len({test.model for test in tests}) > 1
-    parts = []
-    for model in dict.fromkeys(test.model for test in silent):
-        for task in NAMES:
-            own = [t for t in silent if (t.model, t.task) == (model, task)]
-            if own:
-                where = f"{model}, " if several else ""
-                shares = _percents([t.share for t in own if t.share])
-                parts.append(f"{where}{NAMES[task]}{f' at {shares}' if shares else ''}")
-    return "; ".join(parts)
+def _number(task: str, mean: float, samples: int) -> str:
+    return f"{mean:.3f}" if task == KL else str(round(mean * samples))
 
 
 def _memory(models: Sequence[Model], policy: str) -> Iterator[str]:
@@ -311,15 +330,22 @@ def _block(model: Model, stock: Any) -> float:
 
 
 def _untested(models: Sequence[Model]) -> Iterator[str]:
-    for model in models:
-        for task, samples in model["samples"].items():
-            contexts = len({group for _, group in samples})
-            if contexts < MIN_CONTEXTS:
-                where = f" with {model['model']}" if len(models) > 1 else ""
-                yield (
-                    f"Not tested: {NAMES[task]}{where}; {len(samples)} questions about "
-                    f"{contexts} contexts are too few."
-                )
+    for task, name in NAMES.items():
+        too_few = {
+            model["model"]: model["samples"][task]
+            for model in models
+            if model["samples"].get(task)
+            and len({group for _, group in model["samples"][task]}) < MIN_CONTEXTS
+        }
+        if not too_few:
+            continue
+        samples = next(iter(too_few.values()))
+        contexts = len({group for _, group in samples})
+        where = "" if len(too_few) == len(models) else f" with {_listed([*too_few])}"
+        yield (
+            f"Not tested: {name}{where}; {len(samples)} questions about {contexts} "
+            "contexts are too few."
+        )
 
 
 def _percents(shares: Sequence[float]) -> str:

@@ -407,8 +407,10 @@ def test_many_tests_need_more_evidence():
 
 def test_a_verdict_says_what_was_not_measured():
     model = model_of(cell("tova", GOOD), cell("snapkv", BAD))
-    claim = "- **Better than `snapkv`:** pass key 18 against 1 of 20 at 10 %."
-    assert claim in verdict_of([model], "tova").splitlines()
+    lines = verdict_of([model], "tova").splitlines()
+    assert "| model | held | `tova` | `snapkv` |" in lines
+    assert "| m | 10 % | 18 | 1 ▲ |" in lines
+    assert "| m | 10 % | 1 | – |" not in lines
     assert verdict_of([model], "h2o") == "**Verdict.** Not measured yet.\n"
     refused = {"label": "h2o", "share": 0.1, "policy": {"name": "h2o"}}
     model["cells"].append(refused | {"refused": "holds 9 tokens, more than 3"})
