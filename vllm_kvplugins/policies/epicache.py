@@ -149,7 +149,8 @@ class EpiCache(Wrapper):
     )
     encoder: str = Field(
         default=DEFAULT_ENCODER,
-        description="Sentence encoder: a model id or path for sentence-transformers.",
+        description="Sentence encoder: a model ID or path for sentence-transformers, "
+        'or an endpoint for embeddings ("http://host:8001/v1#model").',
     )
     recluster_growth: float = Field(
         default=0.5,

@@ -89,6 +89,7 @@ _EVERYWHERE = {
     "data_parallel_size_local nnodes",
     "vllm.v1.engine.input_processor:InputProcessor": "process_inputs(prompt resumable)",
     "vllm.v1.engine.async_llm:AsyncLLM": "add_request(request_id prompt params) "
+    "renderer "
     "generate(prompt sampling_params request_id)",
     "vllm.renderers.base:BaseRenderer": "config default_chat_tok_params "
     "get_tokenizer() "

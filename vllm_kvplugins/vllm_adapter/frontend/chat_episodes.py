@@ -14,7 +14,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -207,6 +207,21 @@ def _route(
         route.match_ms,
     )
     return route
+
+
+def load_encoder_ahead(renderer: Any, settings: EpisodeSettings) -> None:
+    """Load the encoder in a thread, so that no chat waits for it.
+
+    If it cannot be loaded, the log says so now, and each chat tries again.
+    """
+
+    def load() -> None:
+        try:
+            _frontend(renderer, settings).router.load()
+        except KVPolicyError as error:
+            logger.error("%s", error)
+
+    Thread(target=load, name="kvp-encoder", daemon=True).start()
 
 
 def _frontend(renderer: Any, settings: EpisodeSettings) -> EpisodeFrontend:

@@ -255,6 +255,7 @@ class SchedulerSessions:
                 ready = self.directory.is_ready(ack.session_id)
                 failed = ack.problem is not None
                 self._placed.acknowledge(ack.session_id, failed, ready)
+        self._manager.device_sessions.keep_freed_blocks()
 
     @property
     def needs_step(self) -> bool:

@@ -205,9 +205,14 @@ def _install_front_end(vllm_config: VllmConfig, policy: KVCachePolicy) -> None:
 
         chat_turns.install()
     if policy.episode_routing is not None:
-        from vllm_kvplugins.vllm_adapter.frontend import episode_builds, session_choice
+        from vllm_kvplugins.vllm_adapter.frontend import (
+            encoder_start,
+            episode_builds,
+            session_choice,
+        )
 
         episode_builds.install()
+        encoder_start.install()
         session_choice.install()
 
 
