@@ -26,7 +26,7 @@ LAYERS = [
     "spans episodes index budgets choice",
     "ops model_memory",
     "scoring plan",
-    "model_config log_throttle default_model amounts calibration_job",
+    "model_config log_throttle default_model amounts calibration_job key_salt",
     "other_layers recurrent_states",
     "errors free_memory",
 ]
