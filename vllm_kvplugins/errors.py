@@ -157,6 +157,7 @@ CODES: dict[str, str] = {
     "shares no prefixes",
     "KVP514": "loop_ends is invalid, or comes without turn_ends",
     "KVP515": "kv_report is not true or false",
+    "KVP516": "ttl is no number of seconds, or the server keeps no sessions",
     # 600-699: command line, models and training
     "KVP600": "a Python package that the command needs is not installed",
     "KVP601": (

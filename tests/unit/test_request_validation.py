@@ -222,6 +222,46 @@ def test_a_request_can_decline_sessions(validate, choice, sessions, valid, monke
     assert len(str(caught.value)) < 700
 
 
+@pytest.mark.parametrize(
+    ("ttl", "sessions", "valid"),
+    [
+        (300, True, True),
+        (0.5, True, True),
+        (3600, True, True),
+        (None, False, True),
+        (300, False, False),
+        (0, True, False),
+        (-1, True, False),
+        (3601, True, False),
+        (float("nan"), True, False),
+        (float("inf"), True, False),
+        (True, True, False),
+        ("300", True, False),
+        ([300], True, False),
+        ("x" * 10**6, True, False),
+    ],
+)
+def test_a_request_says_how_long_its_session_is_retained(
+    validate, ttl, sessions, valid, monkeypatch
+):
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_kvplugins.vllm_adapter.config.request_params import requested_ttl_s
+    from vllm_kvplugins.vllm_adapter.frontend import request_validation as checks
+
+    settings = {"name": "snapkv", "sessions": sessions}
+    monkeypatch.setattr(checks, "request_of", lambda config: settings)
+    params = {"extra_args": {"ttl": ttl}, "max_tokens": 9}
+    if valid:
+        assert validate("snapkv", params, pool=1000) == 9
+        assert requested_ttl_s(SimpleNamespace(extra_args={"ttl": ttl})) == ttl
+        return
+    with pytest.raises(VLLMValidationError) as caught:
+        validate("snapkv", params, pool=1000)
+    assert codes_in(str(caught.value)) == ("KVP516",)
+    assert len(str(caught.value)) < 700
+
+
 def test_requests_do_not_parse_the_policy_again(monkeypatch):
     """SeKV reads its router when it is parsed, which took 77 ms per request."""
     from vllm_kvplugins.vllm_adapter.config import engine_config

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -294,6 +295,80 @@ def test_the_oldest_session_expires_next():
     assert clock[0] == pytest.approx(1005, abs=0.1)
     assert SessionDirectory(10).seconds_to_expiry() is None
     directory.check_integrity()
+
+
+def retaining(ttl_s: float | None, **arguments: Any) -> tuple[SessionDirectory, Any]:
+    """A directory with a session ``s`` that has this time to live, and its clock."""
+    clock = [0.0]
+    directory = SessionDirectory(3, clock=lambda: clock[0], **arguments)
+    keep(directory, replace(session("s", tokens(1, 2, 3)), ttl_s=ttl_s))
+    return directory, clock
+
+
+def keep(
+    directory: SessionDirectory, each: Session, continues: str | None = None
+) -> None:
+    assert directory.save(each, each.session_id, (), continues)
+    saves = directory.take_commands().saves
+    reduced = [SessionAck("reduced", save.reduces) for save in saves if save.reduces]
+    directory.process([SessionAck("saved", each.session_id), *reduced])
+    directory.check_integrity()
+
+
+def others(directory: SessionDirectory) -> None:
+    for number in range(5):
+        keep(directory, session(f"other{number}", tokens(20 + number, 1, 1)))
+
+
+@pytest.mark.parametrize("ttl_s", [None, 60.0])
+def test_a_retained_session_is_evicted_last(ttl_s):
+    directory, _ = retaining(ttl_s)
+    others(directory)
+    assert ("s" in directory.in_memory) == (ttl_s is not None)
+    assert len(directory.in_memory) == 3
+
+
+def test_retained_sessions_evict_each_other():
+    """Least recently used first: it is no promise."""
+    directory, _ = retaining(60.0)
+    for number in range(3):
+        each = session(f"more{number}", tokens(40 + number, 1, 1))
+        keep(directory, replace(each, ttl_s=60.0))
+    assert directory.in_memory == {"more0", "more1", "more2"}
+
+
+def test_a_retained_session_is_dropped_after_its_time():
+    directory, clock = retaining(60.0)
+    clock[0] = 59.0
+    directory.expire()
+    assert "s" in directory
+    match = next(directory.find("o", tokens(1, 2, 3, 4)))
+    directory.load(match, "r", 4, ())  # a use starts the time anew
+    clock[0] = 118.0
+    directory.expire()
+    assert "s" in directory
+    clock[0] += directory.seconds_to_expiry()
+    directory.expire()
+    assert "s" not in directory
+    assert clock[0] == pytest.approx(119, abs=0.1)
+    assert directory.seconds_to_expiry() is None
+
+
+def test_the_age_limit_applies_to_retained_sessions():
+    directory, clock = retaining(60.0, max_age_s=5.0)
+    clock[0] = 6.0
+    directory.expire()
+    assert "s" not in directory
+
+
+def test_the_next_turn_takes_the_place_of_a_retained_session():
+    directory, _ = retaining(60.0)
+    match = next(directory.find("o", tokens(1, 2, 3, 4)))
+    directory.load(match, "r", 4, ())
+    keep(directory, replace(session("t", tokens(1, 2, 3, 4)), ttl_s=60.0), "s")
+    others(directory)
+    assert "t" in directory.in_memory
+    assert "s" not in directory
 
 
 def test_the_date_of_the_system_does_not_matter(monkeypatch):

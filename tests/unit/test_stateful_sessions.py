@@ -217,7 +217,8 @@ class Store(RuleBasedStateMachine):
             return
         owner, prompt = self.waiting.pop(name)
         self.histories = [*self.histories[-8:], prompt[:60]]
-        done = Session(f"s-{name}", owner, prompt, None, size, len(prompt))
+        ttl_s = (None, None, 3.0, 100.0)[size % 4]
+        done = Session(f"s-{name}", owner, prompt, None, size, len(prompt), ttl_s=ttl_s)
         self.sizes[done.session_id] = size
         self.file_sizes[done.session_id] = file_bytes(done, len(self.workers))
         if self.directory.save(done, name, (), self.continued.pop(name, None)):

@@ -29,6 +29,8 @@ class Session:
             query is stored.
         file_ranks: ranks of the engine that wrote its files; None: as many as this
             engine has.
+        ttl_s: seconds after its last use until which it is evicted last, and after
+            which it is dropped; None: neither. Files do not have it.
     """
 
     session_id: str
@@ -38,6 +40,7 @@ class Session:
     num_bytes: int
     first_query: int
     file_ranks: int | None = None
+    ttl_s: float | None = None
 
     @property
     def compacted_at(self) -> int:

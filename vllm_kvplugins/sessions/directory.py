@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -106,8 +107,11 @@ class SessionDirectory:
         self._index = SessionIndex(min_tokens, rewinds)
         self._entries: dict[str, Entry] = {}  # least recently used first
         # Sessions whose memory or disk is not "absent".
-        self._held = EvictionOrder()
-        self._with_file = EvictionOrder()
+        self._held = EvictionOrder(self._is_retained)
+        self._with_file = EvictionOrder(self._is_retained)
+        # When sessions with a time to live expire, with earlier times of those that
+        # were used since.
+        self._deadlines: list[tuple[float, str]] = []
         self._writes_due: dict[str, Write] = {}
         self._needed = NeededFiles()
         # A session that goes back is rebuilt from its own pages.
@@ -283,6 +287,7 @@ class SessionDirectory:
         now, due = self._clock(), {"saved": self._ranks}
         entry = Entry(session, "absent", "absent", now, file_bytes, due)
         self._entries[session.session_id] = entry
+        self._note_deadline(entry)
         self._set_presence(session.session_id, memory="pending")
         reduces = self._begin_reduction(continues, session)
         if writes:
@@ -608,31 +613,46 @@ class SessionDirectory:
         self._entries[session_id] = entry
         self._held.touch(session_id)
         self._with_file.touch(session_id)
+        self._note_deadline(entry)
+
+    def _is_retained(self, session_id: str) -> bool:
+        return self._entries[session_id].session.ttl_s is not None
+
+    def _note_deadline(self, entry: Entry) -> None:
+        if entry.session.ttl_s is not None:
+            deadline = entry.last_used + entry.session.ttl_s
+            heapq.heappush(self._deadlines, (deadline, entry.session.session_id))
 
     def _is_expired(self, entry: Entry) -> bool:
-        if self._max_age_s is None:
-            return False
-        return self._clock() - entry.last_used > self._max_age_s
+        limits = [t for t in (self._max_age_s, entry.session.ttl_s) if t is not None]
+        return bool(limits) and self._clock() - entry.last_used > min(limits)
 
     def expire(self) -> None:
-        """Remove sessions that were not used for ``max_age_s``.
+        """Remove sessions that were not used for ``max_age_s``, or their ``ttl_s``.
 
-        Cost: O(expired sessions).
+        Cost: O(expired sessions), and O(log(uses)) for each use of one with ``ttl_s``.
         """
         while self._entries:
             session_id = next(iter(self._entries))
             if not self._is_expired(self._entries[session_id]):
-                return
-            self.counts.evictions += 1
-            self._remove(session_id)
+                break
+            self.evict(session_id)
+        while self._deadlines and self._deadlines[0][0] < self._clock():
+            _, session_id = heapq.heappop(self._deadlines)
+            entry = self._entries.get(session_id)
+            if entry is not None and self._is_expired(entry):
+                self.evict(session_id)
 
     def seconds_to_expiry(self) -> float | None:
-        """Seconds after which ``expire`` will remove a session; None: never."""
-        if self._max_age_s is None or not self._entries:
+        """Seconds after which ``expire`` may remove a session; None: never."""
+        times = [deadline for deadline, _ in self._deadlines[:1]]
+        if self._max_age_s is not None and self._entries:
+            oldest = next(iter(self._entries.values()))
+            times.append(oldest.last_used + self._max_age_s)
+        if not times:
             return None
-        unused_s = self._clock() - next(iter(self._entries.values())).last_used
         # Not just before the time: nobody would wake the engine again.
-        return max(self._max_age_s - unused_s, 0.0) + 0.01
+        return max(min(times) - self._clock(), 0.0) + 0.01
 
     def oldest(self, besides: str | None = None) -> str | None:
         """ID of the first session in the order of eviction that can leave memory.

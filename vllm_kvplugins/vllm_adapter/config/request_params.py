@@ -15,6 +15,9 @@ TURN_ENDS = "turn_ends"
 LOOP_ENDS = "loop_ends"
 PATCHED_PROMPT = "patched_prompt"
 KV_SESSION = "kv_session"
+# Of the session that the request leaves; the name of vLLM's proposal (RFC #52113).
+TTL = "ttl"
+MAX_TTL_S = 3600  # as there
 SHARED_PREFIX = "shared_prefix"
 KV_REPORT = "kv_report"
 # Written by our front end: index of the request's episode, and number of episodes.
@@ -49,6 +52,12 @@ def requested_patched_prompt(sampling_params: Any) -> list[int]:
 def uses_sessions(sampling_params: Any) -> bool:
     """Whether the request continues a session and leaves one, where sessions are on."""
     return bool(_extra_args(sampling_params).get(KV_SESSION, True))
+
+
+def requested_ttl_s(sampling_params: Any) -> float | None:
+    """How long the session that the request leaves is retained; None: no matter."""
+    ttl_s: float | None = _extra_args(sampling_params).get(TTL)
+    return ttl_s
 
 
 def wants_report(sampling_params: Any) -> bool:
@@ -131,6 +140,31 @@ def kv_session_problem(sampling_params: Any, sessions_on: bool) -> str | None:
             "KVP512",
             "kv_session is true, but this server keeps no sessions; remove kv_session, "
             'or start the server with "sessions": true in --kv-policy-config',
+        )
+    return None
+
+
+def ttl_problem(sampling_params: Any, sessions_on: bool) -> str | None:
+    """Why the request's time to live is invalid; None if it is valid.
+
+    Args:
+        sessions_on: whether the engine has sessions.
+    """
+    ttl_s = _extra_args(sampling_params).get(TTL)
+    if ttl_s is None:
+        return None
+    if type(ttl_s) not in (int, float) or not 0 < ttl_s <= MAX_TTL_S:
+        return coded(
+            "KVP516",
+            f"ttl must be a number of seconds, above 0 and at most {MAX_TTL_S}, got "
+            f"{shown(ttl_s)}; the session of the request is dropped when it was not "
+            "used for so long, and evicted last until then",
+        )
+    if not sessions_on:
+        return coded(
+            "KVP516",
+            f"ttl is {ttl_s}, but this server keeps no sessions; remove ttl, or start "
+            'the server with "sessions": true in --kv-policy-config',
         )
     return None
 

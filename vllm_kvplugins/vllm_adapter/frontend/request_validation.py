@@ -33,6 +33,7 @@ from vllm_kvplugins.vllm_adapter.config.request_params import (
     KV_SESSION,
     LOOP_ENDS,
     SHARED_PREFIX,
+    TTL,
     kv_report_problem,
     kv_session_problem,
     loop_ends_problem,
@@ -45,6 +46,7 @@ from vllm_kvplugins.vllm_adapter.config.request_params import (
     shared_prefix_problem,
     shown,
     transfer_problem,
+    ttl_problem,
     turn_ends_problem,
 )
 from vllm_kvplugins.vllm_adapter.frontend import (
@@ -203,12 +205,17 @@ def _check_turn_ends(request: Any) -> None:
 
 
 def _check_kv_session(vllm_config: VllmConfig, request: Any) -> None:
-    if KV_SESSION not in (getattr(request.sampling_params, "extra_args", None) or {}):
+    params = request.sampling_params
+    extra_args = getattr(params, "extra_args", None) or {}
+    if KV_SESSION not in extra_args and TTL not in extra_args:
         return
     sessions_on = bool(parse_sessions(request_of(vllm_config)).sessions)
-    problem = kv_session_problem(request.sampling_params, sessions_on)
+    problem = kv_session_problem(params, sessions_on)
     if problem is not None:
         raise VLLMValidationError(problem, parameter=KV_SESSION)
+    problem = ttl_problem(params, sessions_on)
+    if problem is not None:
+        raise VLLMValidationError(problem, parameter=TTL)
 
 
 def _check_shared_prefix(

@@ -39,6 +39,7 @@ from vllm_kvplugins.vllm_adapter.config.engine_config import request_of
 from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
 from vllm_kvplugins.vllm_adapter.config.request_params import (
     requested_patched_prompt,
+    requested_ttl_s,
     uses_sessions,
 )
 from vllm_kvplugins.vllm_adapter.scheduler import idle_wakeup
@@ -174,8 +175,7 @@ class SchedulerSessions:
             logger.info(
                 "%d sessions found in %s", self.directory.num_sessions, location
             )
-        if settings.session_max_age_s is not None:
-            idle_wakeup.install()
+        idle_wakeup.install()
 
     # -- a store that other replicas use ------------------------------------------
 
@@ -541,6 +541,7 @@ class SchedulerSessions:
             compaction=compaction,
             num_bytes=page_bytes + query_bytes + host_bytes,
             first_query=first_query,
+            ttl_s=requested_ttl_s(request.sampling_params),
         )
         continued = admission.session.session_id if admission.session else None
         if not self.directory.save(
