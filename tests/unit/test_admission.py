@@ -46,6 +46,12 @@ class Sessions:
         self.fetched: list[str] = []
         self.responds = True
         self.looks_up = False
+        self.copied: list[int] = []
+        self.copies = False
+
+    def awaits_copy(self, request: Any, match: Match, cached_tokens: int) -> bool:
+        self.copied.append(cached_tokens)
+        return self.copies
 
     def awaits_look_up(self, request: Any) -> bool:
         return self.looks_up
@@ -166,6 +172,19 @@ def test_idle_sessions_make_room_in_host_memory(idle, waits):
     assert (admission.waits_for == "host memory") == waits
     assert (admission.external_tokens is None) == waits
     assert len(built.host.waiting) == waits
+
+
+def test_a_request_waits_for_a_copy_of_its_session_to_the_device():
+    """Only if its session is in memory, and nothing else keeps it from starting."""
+    sessions = Sessions(match_of(35))
+    built, waiting = controller(SNAPKV, sessions), request()
+    sessions.copies = True
+    admission = built.admission.admit(waiting, 0)
+    assert (admission.waits_for, admission.external_tokens) == ("session", None)
+    sessions.copies = False
+    admission = built.admission.admit(waiting, 0)
+    assert (admission.waits_for, admission.external_tokens) == (None, 35)
+    assert sessions.copied == [0, 0]
 
 
 class OnHost(Sessions):

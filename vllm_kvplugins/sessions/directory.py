@@ -149,8 +149,8 @@ class SessionDirectory:
         """Make a session ready, and keep it for a request.
 
         It is read from its file, or made whole. It stays until the request starts or
-        stops waiting. Otherwise two waiting
-        requests could evict each other's session again and again.
+        stops waiting. Otherwise two waiting requests could evict each other's session
+        again and again.
 
         Returns:
             False if the request should start without a session: it has waited for
@@ -183,7 +183,8 @@ class SessionDirectory:
             return True
         if entry.memory == "reduced":
             waiting.session_id = None
-        return waiting.session_id is not None
+            return False
+        return True
 
     def place(self, match: Match, request_id: str, blocks: Iterable[int]) -> None:
         """Command the workers to copy a session to blocks, and keep it for a request.

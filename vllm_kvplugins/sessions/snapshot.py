@@ -148,7 +148,9 @@ class PagesToCopy:
 
     Attributes:
         stored: the format of the copies.
-        counts, positions, retained_ids: see ``HeapPart``; on the pool's device.
+        counts, positions: see ``HeapPart``; on the pool's device.
+        retained: int64 [rows, at least counts], page IDs of the retained region.
+        num_retained: the sum of counts.
         tail_ids: int64 [rows, tail blocks], page IDs behind the retained region.
         used: slots in use of the last page of each row.
     """
@@ -156,14 +158,15 @@ class PagesToCopy:
     stored: StoredPages
     counts: torch.Tensor
     positions: torch.Tensor
-    retained_ids: torch.Tensor
+    retained: torch.Tensor
+    num_retained: int
     tail_ids: torch.Tensor
     used: int
 
     @property
     def num_bytes(self) -> int:
         """Memory of the copies."""
-        pages = self.retained_ids.numel() + self.tail_ids.numel()
+        pages = self.num_retained + self.tail_ids.numel()
         return int(pages * self.stored.page_elems * self.stored.elem_dtype.itemsize)
 
     def copy_out(self) -> HeapPart:
@@ -173,6 +176,9 @@ class PagesToCopy:
             memory, and the calling thread waits for each piece. Quantizing takes about
             200 ns per 64 elements.
         """
+        place = torch.arange(self.retained.shape[1], device=self.retained.device)
+        retained_ids = self.retained[place < self.counts[:, None]]
+        assert retained_ids.numel() == self.num_retained, "pages must balance"
         tail = self.stored.copy_out(self.tail_ids.reshape(-1))
         if self.tail_ids.numel():
             last = tail.view(*self.tail_ids.shape, -1)[:, -1]
@@ -180,10 +186,10 @@ class PagesToCopy:
         return HeapPart(
             counts=self.counts,
             positions=self.positions,
-            retained=self.stored.copy_out(self.retained_ids),
+            retained=self.stored.copy_out(retained_ids),
             tail=tail,
             layout=self.stored.layout,
-            retained_ids=self.retained_ids,
+            retained_ids=retained_ids,
         )
 
 
@@ -195,7 +201,7 @@ def pages_to_copy(
     tokens: int,
     blocks: torch.Tensor,
 ) -> PagesToCopy:
-    """The pages of a request in a heap.
+    """The pages of a request in a heap. The host waits for nothing.
 
     Args:
         stored: the format of the copies.
@@ -206,20 +212,26 @@ def pages_to_copy(
     first = compaction.retained.start if compaction else 0
     in_retained = len(compaction.retained) if compaction else 0
     tail_ids = heap.page_ids(blocks[in_retained : -(-tokens // size) - first])
-    retained_ids = counts = tail_ids.new_zeros(0)
+    counts = tail_ids.new_zeros(heap.rows)
+    retained = tail_ids.new_zeros(heap.rows, 0)
     positions = torch.zeros(heap.rows, 0, dtype=torch.int32, device=blocks.device)
-    if resident is None:
-        counts = counts.new_zeros(heap.rows)
-    else:
+    if resident is not None:
         assert compaction is not None, "a retained region without a compaction"
         shared = compaction.shared_blocks
-        pages, counts = regions.tables.retained(resident.slot_index)
-        pages, counts = pages[:, shared:], counts - shared
-        place = torch.arange(pages.shape[1], device=pages.device)
-        retained_ids = pages[place < counts[:, None]]
+        pages, held = regions.tables.retained(resident.slot_index)
+        # Copies: the tables are another request's before the pages are copied.
+        retained, counts = pages[:, shared:].clone(), held - shared
         positions = resident.positions[:, shared * size :].clone()
-    used = tokens % size or size
-    return PagesToCopy(stored, counts, positions, retained_ids, tail_ids, used)
+    num_retained = heap.rows * in_retained if resident is not None else 0
+    return PagesToCopy(
+        stored,
+        counts,
+        positions,
+        retained,
+        num_retained,
+        tail_ids,
+        tokens % size or size,
+    )
 
 
 def mismatch(num_rows: int, stored: StoredPages, saved: HeapPart) -> str | None:

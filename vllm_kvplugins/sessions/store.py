@@ -255,11 +255,13 @@ class SessionStore:
                 save.blocks,
                 session.first_query,
             )
-            if pending.num_bytes <= self._copied_at_once_bytes:
-                self._finish_save(save, pending.finish(), save.writes)
-                return
+            at_once = pending.num_bytes <= self._copied_at_once_bytes
+            saved = pending.finish() if at_once else None
         except COPY_ERRORS as error:
             self._fail_save(save, error)
+            return
+        if saved is not None:
+            self._finish_save(save, saved, save.writes)
             return
         copy = self._saver.submit(pending.finish)
         self._saving[session.session_id] = _Saving(

@@ -26,10 +26,10 @@ a new decision, because only the last call commits it::
     connector.request_finished_all_groups AdmissionController.finish: release host
                                           memory, save the session
 
-Matching a session has no side effects. ``admit`` has three: it drops idle sessions to
+Matching a session has no side effects. ``admit`` has four: it drops idle sessions to
 make room in host memory, adds sessions that were found in a store of several replicas,
-and starts to read a session that is only in its files. They are harmless if the request
-does not start.
+starts to read a session that is only in its files, and starts to copy one to the device
+while others compute. They are harmless if the request does not start.
 """
 
 from __future__ import annotations
