@@ -229,7 +229,7 @@ def test_settings_that_do_not_work_are_refused(wrong, message):
 
 def test_only_a_base_that_asks_it_takes_a_patched_prompt():
     policy = parse_policy({"name": "epicache", "episodes": "auto"})
-    assert policy.max_patched_prompt_tokens == 256
+    assert policy.max_patched_prompt_tokens == 512
     assert policy.episode_routing.settings.episodes == "auto"
     other = parse_policy({"name": "epicache", "base": "keydiff"})
     assert other.max_patched_prompt_tokens == 0

@@ -130,10 +130,10 @@ class EpiCache(Wrapper):
         + ".",
     )
     longest_patched_prompt: int = Field(
-        default=256,
+        default=512,
         ge=8,
-        description="Maximum number of tokens of a patched prompt. The engine reserves "
-        "as many positions of the model.",
+        description="Maximum number of tokens of a patched prompt; a longer one is cut "
+        "to its middle. The engine reserves as many positions of the model.",
     )
     episodes: int | Literal["auto"] = Field(
         default=4,
