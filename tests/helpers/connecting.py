@@ -24,7 +24,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     # They run tokens of their own through the model before they compact.
     "kvzip": {"name": "kvzip", "budget": 96, "chunk": 200},
     "infinipot": {"name": "infinipot", "budget": 96},
-    "epicache": {"name": "epicache", "budget": 96, "prefill_block": 128}
+    "epicache": {
+        "name": "epicache",
+        "budget": 96,
+        "prefill_block": 128,
+        "longest_patched_prompt": 64,
+    }
     | {"sessions": False},
 }
 
