@@ -93,6 +93,7 @@ def test_a_long_text_to_complete_runs_in_a_small_pool(tiny_model):
     are compressed while they are read, up to their last block, and nothing leaks.
     """
     policy = POLICY | {"budget": 1024, "prefill_block": 512}
+    policy |= {"longest_patched_prompt": 256}
     pools = {
         "small": 3800 // BLOCK + 1,
         "groups": [[6000], [6100, 3000]],
