@@ -20,17 +20,17 @@ _Receive = Callable[[], Awaitable[_Message]]
 _Send = Callable[[_Message], Awaitable[None]]
 _App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
-# Whose requests have the field cache_salt.
-_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _DOMAIN = b"vllm_kvplugins key_salt\0"  # the salt is no digest of the key alone
 
 
 class SaltByApiKey:
     """Sets ``cache_salt`` of each request from its API key, in front of a server.
 
-    A salt that the client sends divides the caches of its key further. Requests without
-    a key, and bodies that are no JSON objects, stay as they are. Every server gives a
-    key the same salt, so sessions outlive a restart and serve all replicas.
+    It does so at every path, because vLLM generates text at many of them, and ignores
+    the field where it has no use. A salt that the client sends divides the caches of
+    its key further. Requests without a key, and bodies that are no JSON objects, stay
+    as they are. Every server gives a key the same salt, so sessions outlive a restart
+    and serve all replicas.
 
     Args:
         app: the server.
@@ -65,8 +65,6 @@ def _key_of(scope: _Scope) -> bytes | None:
     """The API key of a request that is to be salted; None: it is not."""
     if scope["type"] != "http" or scope["method"] != "POST":
         return None
-    if not scope["path"].endswith(_PATHS):  # a server may have a root path
-        return None
     for name, value in scope["headers"]:
         scheme, _, key = value.strip().partition(b" ")
         if name == b"authorization" and scheme.lower() == b"bearer" and key.strip():
@@ -92,10 +90,12 @@ def _with_salt(body: bytes, key: bytes) -> bytes:
         request = json.loads(body)
     except ValueError:
         return body
-    own = request.get("cache_salt", "") if isinstance(request, dict) else None
+    if not isinstance(request, dict):
+        return body  # the server refuses it
+    own = request.get("cache_salt")
     if own is None:
         own = ""
-    if not isinstance(request, dict) or not isinstance(own, str):
-        return body  # the server refuses it
+    if not isinstance(own, str):
+        return body  # the server refuses it, too
     digest = hashlib.sha256(_DOMAIN + key + b"\0" + own.encode("utf-8", "replace"))
     return json.dumps(request | {"cache_salt": digest.hexdigest()}).encode()
