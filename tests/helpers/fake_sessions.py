@@ -11,7 +11,7 @@ from vllm_kvplugins.engine.windows import first_saved
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions.settings import SessionDtype
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot
-from vllm_kvplugins.sessions.transfer import Transfer
+from vllm_kvplugins.sessions.transfer import PendingSave, Transfer
 
 
 class SessionEngine(FakeEngine):
@@ -55,6 +55,10 @@ class SessionEngine(FakeEngine):
         Args:
             cut: computed tokens that were in flight when it ended.
         """
+        return self.pending_save(name, cut).finish()
+
+    def pending_save(self, name: str, cut: int = 0) -> PendingSave:
+        """The same, without the copy."""
         request, plan = self.requests[name], self.plan(name)
         done = plan.num_done(request.computed)
         last = plan.compaction(done - 1) if done else None
@@ -73,8 +77,7 @@ class SessionEngine(FakeEngine):
         query = first_saved(
             tokens, request.computed, needed, self.known_from.get(name, 0), at
         )
-        pending = self.transfer.save(name, compaction, tokens, blocks, query)
-        return pending.finish()
+        return self.transfer.save(name, compaction, tokens, blocks, query)
 
     def resume(
         self,

@@ -68,7 +68,7 @@ class CopiedCache:
     """
 
     def __init__(self, saved: CacheSnapshot, pool: Pool | None = None) -> None:
-        self._saved, self._pool = saved, pool
+        self.saved, self._pool = saved, pool
         self.num_bytes = saved.num_bytes
 
     def finish(self) -> CacheSnapshot:
@@ -76,7 +76,7 @@ class CopiedCache:
             assert self._pool.may_copy.wait(60)
             if self._pool.fails:
                 raise MemoryError("none left")
-        return self._saved
+        return self.saved
 
 
 class PlacedCache:

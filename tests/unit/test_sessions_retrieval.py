@@ -5,6 +5,7 @@ from __future__ import annotations
 from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_engine import GROUP, LAYERS, Request
@@ -27,6 +28,8 @@ from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.policies import get_policy_class
 from vllm_kvplugins.sessions import stored_pages
+from vllm_kvplugins.sessions.commands import Save, Session, SessionCommands
+from vllm_kvplugins.sessions.store import SessionStore
 
 PROMPTS = (40, 75, 120)
 
@@ -78,6 +81,38 @@ def test_a_conversation_keeps_its_index(name, more, in_place):
     fake.transfer.discard(saved)
     fake.check_idle()
     assert fake.retrieval.tier.num_free == len(fake.retrieval.tier.pages)
+
+
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_a_copy_that_fails_leaves_nothing_on_the_host(monkeypatch, by_thread):
+    """The session has the request's tokens on the host before its pages are copied."""
+    fake = engine("icecache")
+    request = fake.add("r", 60, 9)
+    while not request.done:
+        fake.step({"r": 10})
+
+    class EngineTransfer:
+        discard = staticmethod(fake.transfer.discard)
+
+        def save(self, *arguments: Any) -> Any:
+            return fake.pending_save("r")
+
+    def fails(*arguments: Any) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(stored_pages, "copy_pages", fails)
+    store = SessionStore(
+        EngineTransfer(), copied_at_once_bytes=0 if by_thread else 1 << 40
+    )  # type: ignore[arg-type]
+    done = Session("s", "o", np.arange(68, dtype=np.int32), None, 1, 68)
+    store.save(SessionCommands(saves=[Save(done, "r", ())]))
+    store.wait_for_copies()
+    (ack,) = store.take_acks()
+    assert ack.problem is not None
+    fake.remove("r")
+    fake.check_idle()
+    assert fake.retrieval.tier.num_free == len(fake.retrieval.tier.pages)
+    store.close()
 
 
 @pytest.mark.parametrize(

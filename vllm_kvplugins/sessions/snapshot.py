@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from vllm_kvplugins.engine.page_table import PageTables
 from vllm_kvplugins.engine.requests import Resident
 from vllm_kvplugins.engine.retained_regions import RetainedRegions
 from vllm_kvplugins.plan.residency_plan import Compaction
@@ -252,32 +251,6 @@ def mismatch(num_rows: int, stored: StoredPages, saved: HeapPart) -> str | None:
     return None
 
 
-def copy_in(
-    regions: RetainedRegions,
-    stored: StoredPages,
-    saved: HeapPart,
-    compaction: Compaction | None,
-    tokens: int,
-    blocks: torch.Tensor,
-    prefix: torch.Tensor,
-) -> Resident | None:
-    """Fill blocks of a heap with the first ``tokens`` tokens of a snapshot.
-
-    Args:
-        stored, compaction, tokens, blocks, prefix: see :func:`fill_pages`.
-
-    Returns:
-        The request's retained region, with a slot index; None if it has none.
-
-    Cost: that of :func:`fill_pages`.
-    """
-    pool = fill_pages(regions, stored, saved, compaction, tokens, blocks, prefix)
-    if compaction is None:
-        return None
-    prefix_pages = regions.heap.page_ids(prefix)
-    return _register(regions.tables, saved, compaction, pool, prefix_pages)
-
-
 def fill_pages(
     regions: RetainedRegions,
     stored: StoredPages,
@@ -322,46 +295,28 @@ def fill_pages(
     return pool
 
 
-def reuse_in_place(
+def register(
     regions: RetainedRegions,
     saved: HeapPart,
     compaction: Compaction | None,
-    prefix: torch.Tensor,
+    retained: torch.Tensor,
+    prefix_blocks: torch.Tensor,
 ) -> Resident | None:
-    """Continue in the blocks from which a snapshot was copied.
-
-    No request has written to these blocks since.
+    """Register a retained region whose pages are in the pool.
 
     Args:
-        compaction, prefix: as in :func:`copy_in`.
+        compaction: of the snapshot.
+        retained: int64 [sum of counts], page IDs, row by row.
+        prefix_blocks: int64, physical IDs of the shared prefix before it.
 
     Returns:
         The request's retained region, with a slot index; None if it has none.
 
     Cost: reads and writes no page.
     """
-    assert saved.retained_ids is not None, "it was read from a file"
     if compaction is None:
         return None
-    prefix_pages = regions.heap.page_ids(prefix)
-    return _register(
-        regions.tables, saved, compaction, saved.retained_ids, prefix_pages
-    )
-
-
-def _register(
-    tables: PageTables,
-    saved: HeapPart,
-    compaction: Compaction,
-    retained: torch.Tensor,
-    prefix: torch.Tensor,
-) -> Resident:
-    """Register a retained region and the shared prefix before it.
-
-    Args:
-        retained: int64 [sum of counts], page IDs, row by row.
-        prefix: int64 [rows, blocks], page IDs of the shared prefix.
-    """
+    prefix = regions.heap.page_ids(prefix_blocks)
     shared = prefix.shape[1]
     assert shared == compaction.shared_blocks, "the prefix is not in the prefix cache"
     place = torch.arange(int(saved.counts.max()), device=retained.device)
@@ -375,5 +330,5 @@ def _register(
         positions = torch.cat([exact.expand(len(positions), -1), positions], 1)
         pages = torch.cat([prefix, pages], 1)
     # The last step that can fail, so that no error leaves a slot index assigned.
-    slot_index = tables.assign(pages, counts, tail_block)
+    slot_index = regions.tables.assign(pages, counts, tail_block)
     return Resident(slot_index, compaction.at_tokens, tail_block, positions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,7 +40,13 @@ _COPIED_AT_ONCE_BYTES = 1 << 20
 
 
 class PendingCopy(Protocol):
-    """A cache that is still to be copied out of the pool; see ``PendingSave``."""
+    """A cache that is still to be copied out of the pool; see ``PendingSave``.
+
+    Attributes:
+        saved: everything but its pages.
+    """
+
+    saved: CacheSnapshot
 
     @property
     def num_bytes(self) -> int:
@@ -107,16 +113,15 @@ class _Saving:
     """A session that a thread copies out of the pool.
 
     Attributes:
-        num_bytes: memory of its pages.
         keeps, writes: whether it is kept in memory, and written to a file, when it is
             copied.
     """
 
     save: Save
+    pending: PendingCopy
     copy: Future[CacheSnapshot]
-    num_bytes: int
-    keeps: bool
     writes: bool
+    keeps: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +240,7 @@ class SessionStore:
     @property
     def held_bytes(self) -> int:
         """Memory of this worker's sessions."""
-        saving = sum(saving.num_bytes for saving in self._saving.values())
+        saving = sum(each.pending.num_bytes for each in self._saving.values())
         return sum(saved.num_bytes for saved in self._snapshots.values()) + saving
 
     @property
@@ -255,18 +260,27 @@ class SessionStore:
                 save.blocks,
                 session.first_query,
             )
-            at_once = pending.num_bytes <= self._copied_at_once_bytes
-            saved = pending.finish() if at_once else None
         except COPY_ERRORS as error:
             self._fail_save(save, error)
             return
-        if saved is not None:
-            self._finish_save(save, saved, save.writes)
+        if pending.num_bytes <= self._copied_at_once_bytes:
+            saved = self._copied(save, pending, pending.finish)
+            if saved is not None:
+                self._finish_save(save, saved, save.writes)
             return
         copy = self._saver.submit(pending.finish)
-        self._saving[session.session_id] = _Saving(
-            save, copy, pending.num_bytes, keeps=True, writes=save.writes
-        )
+        self._saving[session.session_id] = _Saving(save, pending, copy, save.writes)
+
+    def _copied(
+        self, save: Save, pending: PendingCopy, copy: Callable[[], CacheSnapshot]
+    ) -> CacheSnapshot | None:
+        """The result of a copy; None if it failed, which is acknowledged."""
+        try:
+            return copy()
+        except COPY_ERRORS as error:
+            self._transfer.discard(pending.saved)
+            self._fail_save(save, error)
+            return None
 
     def _fail_save(self, save: Save, error: Exception) -> None:
         problem = coded("KVP305", f"cannot be saved: {error}")
@@ -282,10 +296,8 @@ class SessionStore:
 
     def _finish_saving(self, saving: _Saving) -> None:
         """A thread has copied a session, or has failed."""
-        try:
-            saved = saving.copy.result()
-        except COPY_ERRORS as error:
-            self._fail_save(saving.save, error)
+        saved = self._copied(saving.save, saving.pending, saving.copy.result)
+        if saved is None:
             return
         if saving.keeps:
             self._finish_save(saving.save, saved, saving.writes)

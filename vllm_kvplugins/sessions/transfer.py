@@ -21,11 +21,10 @@ from vllm_kvplugins.sessions.snapshot import (
     COPY_ERRORS,
     CacheSnapshot,
     PagesToCopy,
-    copy_in,
     fill_pages,
     mismatch,
     pages_to_copy,
-    reuse_in_place,
+    register,
 )
 from vllm_kvplugins.sessions.stored_pages import (
     StoredPages,
@@ -41,7 +40,8 @@ class PendingSave:
     Its blocks must not be reused until then.
 
     Args:
-        saved: everything but pages; its queries are as the model computed them.
+        saved: everything but pages; its queries are as the model computed them. If it
+            is not kept, ``Transfer.discard`` must free what it has.
         pages: in each heap.
         side: where copies are queued on a GPU, after ``written``.
         written: an event after all writes to the pages; None on a CPU.
@@ -54,7 +54,8 @@ class PendingSave:
         side: SideStream,
         written: torch.cuda.Event | None,
     ) -> None:
-        self._saved, self._pages = saved, pages
+        self.saved = saved
+        self._pages = pages
         self._side, self._written = side, written
 
     @property
@@ -68,9 +69,9 @@ class PendingSave:
         """Copy the pages, and wait for the copies.
 
         Raises:
-            COPY_ERRORS: a copy failed; no snapshot remains.
+            COPY_ERRORS: a copy failed.
         """
-        saved = self._saved
+        saved = self.saved
         with self._side.after(self._written):
             saved.parts = tuple(pages.copy_out() for pages in self._pages)
             if saved.queries is not None:
@@ -353,11 +354,13 @@ class Transfer:
             )
         last = on_device.compaction
         for (regions, stored), part in zip(self._heaps, on_device.parts, strict=True):
-            residents.append(
-                copy_in(regions, stored, part, last, tokens, ids, shared)
-                if in_place is None
-                else reuse_in_place(regions, part, last, shared)
-            )
+            if in_place is None:
+                args = (part, last, tokens, ids, shared)
+                retained = fill_pages(regions, stored, *args)
+            else:
+                assert part.retained_ids is not None, "it was read from a file"
+                retained = part.retained_ids
+            residents.append(register(regions, part, last, retained, shared))
 
     def _release(self, request_id: str, residents: Sequence[Resident | None]) -> None:
         """Release the retained regions that the runtime has not taken over yet."""
