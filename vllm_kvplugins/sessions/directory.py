@@ -321,7 +321,9 @@ class SessionDirectory:
             return None
         assert continued is not None
         is_past = self._held.is_superseded(continued)
-        if not is_past or not self._can_leave_memory(continued):
+        if not is_past or not self._may_change(continued):
+            return None
+        if continued in self._kept_in_memory():
             return None
         self._set_presence(continued, memory="pending")
         entry.freed_bytes = 0
@@ -661,8 +663,7 @@ class SessionDirectory:
         Args:
             besides: ID of a session that does not count.
         """
-        removable = (i for i in self._held if self._can_leave_memory(i))
-        return next((i for i in removable if i != besides), None)
+        return next((i for i in self._removable() if i != besides), None)
 
     def evict(self, session_id: str) -> None:
         """Remove a session to make room."""
@@ -675,23 +676,25 @@ class SessionDirectory:
             if session_id in self._entries:  # otherwise it needed another one
                 self._remove(session_id)
 
-    def _can_leave_memory(self, session_id: str) -> bool:
-        """Whether removing a session from memory is possible and frees memory.
+    def _removable(self) -> Iterator[str]:
+        """Sessions that can leave memory, in the order of eviction.
 
-        Sessions that are being copied, that a request waits for, or whose file is not
-        written yet stay.
+        Sessions that are being copied, that a request waits for, that are needed to
+        make others whole, or whose file is not written yet stay.
         """
-        return (
-            self._entries[session_id].memory in ("present", "reduced")
-            and session_id not in self._writes_due
-            and session_id not in self._kept_in_memory()
-        )
+        kept = self._kept_in_memory()
+        return (i for i in self._held if i not in kept and self._may_change(i))
+
+    def _may_change(self, session_id: str) -> bool:
+        """Whether no worker copies a session, or writes its file."""
+        is_at_rest = self._entries[session_id].memory in ("present", "reduced")
+        return is_at_rest and session_id not in self._writes_due
 
     def _kept_in_memory(self) -> set[str]:
         """Sessions that a request waits for, and those needed to make others whole."""
-        awaited = {wait.session_id for wait in self._waiting.values()} - {None}
-        needed = self._reductions.bases([*awaited, *self._reductions.busy])
-        return {each for each in awaited if each is not None} | needed
+        awaited = {wait.session_id for wait in self._waiting.values()}
+        kept = {each for each in awaited if each is not None}
+        return kept | self._reductions.bases({*kept, *self._reductions.busy})
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evict sessions from memory until ``num_bytes`` are free.
@@ -702,8 +705,7 @@ class SessionDirectory:
         if self.unwritten_bytes + num_bytes > self.memory_bytes:
             return False
         while self.held_bytes + num_bytes > self.memory_bytes:
-            movable = (i for i in self._held if self._can_leave_memory(i))
-            session_id = next(movable, None)
+            session_id = next(self._removable(), None)
             if session_id is None:
                 return False
             self.counts.evictions += 1

@@ -44,15 +44,14 @@ class Reductions:
         """Sessions that need this one, without those that need them."""
         return list(self._by_base.get(base, ()))
 
-    def bases(self, sessions: Iterable[str | None]) -> set[str]:
+    def bases(self, sessions: Iterable[str]) -> set[str]:
         """All sessions that some sessions need, directly or through others."""
         return {base for each in sessions for base in self._chain(each)}
 
-    def _chain(self, session_id: str | None) -> Iterator[str]:
-        while session_id is not None:
-            session_id = self._bases.get(session_id)
-            if session_id is not None:
-                yield session_id
+    def _chain(self, session_id: str) -> Iterator[str]:
+        while session_id in self._bases:
+            session_id = self._bases[session_id]
+            yield session_id
 
     def check_integrity(self) -> None:
         """Both directions agree; no session needs itself."""

@@ -170,7 +170,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Finish a request; vLLM can free its blocks at once."""
+        """Finish a request. vLLM frees its blocks; those of a session stay held."""
         self.admission.finish(request)
         return False, None
 
