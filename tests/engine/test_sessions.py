@@ -76,29 +76,33 @@ def test_in_a_small_pool_and_little_memory(tiny_model, recomputed, tmp_path):
     assert kept["tracked"] == 0
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
-def test_sessions_are_copied_while_others_compute(tiny_model, recomputed, ahead):
-    """Nobody gets the blocks of an ended request before they are copied."""
+def talks_copied(model, scenario, blocks, ahead):
+    """Some requests wait until others have ended, in a small pool."""
     settings = {
-        "num_gpu_blocks_override": 60,  # some requests wait until others have ended
+        "num_gpu_blocks_override": blocks,
         "async_scheduling": ahead,
         "max_model_len": 1150,
     }
-    kept = run_scenario(
-        "scenarios_sessions:talks_saved_slowly",
-        {
-            "model": tiny_model,
-            "policy": FLOW,
-            "questions": QUESTIONS,
-            "number": 6,
-            "settings": settings,
-        },
+    arguments = {"model": model, "policy": FLOW, "settings": settings}
+    return run_scenario(
+        f"scenarios_session_copies:{scenario}",
+        arguments | {"questions": QUESTIONS, "number": 6},
     )
+
+
+def check_copied(kept, recomputed):
     assert kept["answers"] == recomputed["answers"]
     assert kept["counts"]["hits"] >= 6 * (len(QUESTIONS) - 1)
     assert kept["counts"]["failures"] == 0
-    assert kept["most_saving"] > 0, "no step has computed meanwhile"
     assert kept["tracked"] == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_sessions_are_copied_while_others_compute(tiny_model, recomputed, ahead):
+    """Nobody gets the blocks of an ended request before they are copied."""
+    kept = talks_copied(tiny_model, "talks_saved_slowly", 60, ahead)
+    check_copied(kept, recomputed)
+    assert kept["most_saving"] > 0, "no step has computed meanwhile"
 
 
 @pytest.mark.parametrize("blocks", [400, 60], ids=["roomy", "small"])
@@ -107,29 +111,12 @@ def test_sessions_are_restored_while_others_compute(
     tiny_model, recomputed, blocks, ahead
 ):
     """In a small pool, blocks may be lost again before the request starts."""
-    settings = {
-        "num_gpu_blocks_override": blocks,
-        "async_scheduling": ahead,
-        "max_model_len": 1150,
-    }
-    kept = run_scenario(
-        "scenarios_sessions:talks_placed",
-        {
-            "model": tiny_model,
-            "policy": FLOW,
-            "questions": QUESTIONS,
-            "number": 6,
-            "settings": settings,
-        },
-    )
-    assert kept["answers"] == recomputed["answers"]
-    assert kept["counts"]["hits"] >= 6 * (len(QUESTIONS) - 1)
-    assert kept["counts"]["failures"] == 0
+    kept = talks_copied(tiny_model, "talks_placed", blocks, ahead)
+    check_copied(kept, recomputed)
     assert kept["counts"]["device_hits"] == 0, "they were copied"
     if blocks == 400:
         assert kept["in_place"] >= 5 * (len(QUESTIONS) - 1)
         assert kept["meanwhile"] > 0, "no step has computed meanwhile"
-    assert kept["tracked"] == 0
 
 
 def test_after_a_restart(tiny_model, recomputed, tmp_path):

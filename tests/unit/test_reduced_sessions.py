@@ -161,6 +161,13 @@ class Engine:
         self.step()
         return restored
 
+    def begin(self, prompt: Tokens, name: str) -> None:
+        """A request continues a session in memory, and is about to end."""
+        match = next(self.directory.find("o", prompt))
+        self.directory.load(match, name, len(prompt), ())
+        self.step()
+        self.pool.caches[name] = prompt
+
 
 def history(n: int) -> Tokens:
     return np.arange(n, dtype=np.int32)
@@ -240,10 +247,7 @@ def test_what_needs_a_replaced_session_goes_with_it():
 def test_a_next_turn_that_is_not_saved_changes_nothing(then):
     engine = Engine(20_000)
     engine.ask(history(40))
-    match = next(engine.directory.find("o", history(56)))
-    engine.directory.load(match, "x", 56, ())
-    engine.step()
-    engine.pool.caches["x"] = history(56)
+    engine.begin(history(56), "x")
     done = session("next", history(56), size=num_bytes(history(56)))
     assert engine.directory.save(done, "x", (), "s1")
     if then == "removed":
@@ -278,10 +282,7 @@ def test_a_session_that_was_read_again_stays_whole():
     """Its tokens need not be those that the request has continued."""
     engine = Engine(20_000)
     engine.ask(history(40))
-    match = next(engine.directory.find("o", history(56)))
-    engine.directory.load(match, "x", 56, ())
-    engine.step()
-    engine.pool.caches["x"] = history(56)
+    engine.begin(history(56), "x")
     engine.store._snapshots["s1"] = replace(
         engine.store._snapshots["s1"],  # type: ignore[type-var]
         file=FileRecord(),
