@@ -159,6 +159,7 @@ class FakeServer:
             "loaded_tokens": 0,
             "session_tokens": prompt_tokens - 40 if turns > 1 else 0,
             "session_on_device": turns > 1,
+            "turn_ends": [20, prompt_tokens - 60] if turns > 1 else [],
             "compressions": 1,
             "block_size": BLOCK,
             "held_blocks": 3,

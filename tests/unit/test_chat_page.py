@@ -104,6 +104,7 @@ def test_answers_are_streamed_and_say_what_the_policy_did(page, vllm):
     assert first["prompt"] == "100 tokens, 100 computed"
     assert first["from a session"] == "0 tokens"
     assert first["on the device"] == "3 blocks of 4 (75 %)"
+    assert first["finished turns"] == "none"
     assert first["compressions"] == "1"
     assert first["session left"] == "5.0 MiB"
     assert first["episode"] == "none"
@@ -116,6 +117,7 @@ def test_answers_are_streamed_and_say_what_the_policy_did(page, vllm):
     second = facts(page, 1)
     assert second["prompt"] == "300 tokens, 40 computed"
     assert second["from a session"] == "260 tokens, still on the device"
+    assert second["finished turns"] == "2, 240 tokens"
     roles = [message["role"] for message in vllm.bodies[1]["messages"]]
     assert roles == ["user", "assistant", "user"]
     assert vllm.bodies[1]["messages"][1]["content"].split() == vllm.answer

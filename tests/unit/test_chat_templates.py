@@ -159,7 +159,7 @@ def changed(name: str, old: str, new: str) -> Template:
         def text(self) -> str:
             return text.replace(old, new)
 
-    return Changed(name, template.special, template.gap, None, ())
+    return Changed(name, template.gap, None, ())
 
 
 def test_a_template_that_rewrites_the_past_is_found_out_and_told(front_end_log):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from embeddings_server import EmbeddingsServer
 
 from vllm_kvplugins.episodes.embeddings_endpoint import (
     API_KEY_VARIABLE,
@@ -25,50 +23,11 @@ def embedding(text: str) -> list[float]:
     return [3.0, float(len(text)), 0.0]
 
 
-class Server:
-    """Answers what ``answer`` makes of a request's body.
-
-    Attributes:
-        requests: path, headers and body of each request.
-    """
-
-    def __init__(self) -> None:
-        self.requests: list[tuple[str, Any, Any]] = []
-        self.answer: Callable[[Any], tuple[int, bytes]] = self.embeddings
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                server.requests.append((self.path, self.headers, body))
-                status, answer = server.answer(body)
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, *arguments: Any) -> None:
-                """Print nothing."""
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-        self.address = f"http://127.0.0.1:{self.http.server_port}/v1#some/encoder"
-
-    @staticmethod
-    def embeddings(body: Any) -> tuple[int, bytes]:
-        rows = [
-            {"index": i, "embedding": embedding(text)}
-            for i, text in enumerate(body["input"])
-        ]
-        return 200, json.dumps({"data": rows[::-1]}).encode()  # in any order
-
-
 @pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server()
+def server() -> Iterator[EmbeddingsServer]:
+    made = EmbeddingsServer(embedding)
     yield made
-    made.http.shutdown()
-    made.http.server_close()
+    made.close()
 
 
 def test_vectors_come_in_the_order_of_texts_and_have_length_1(server, monkeypatch):
@@ -124,8 +83,7 @@ def test_a_wrong_number_of_vectors_is_an_error(server):
 
 
 def test_a_server_that_is_not_there_is_an_error(server):
-    server.http.shutdown()
-    server.http.server_close()
+    server.close()
     with pytest.raises(KVPolicyError) as raised:
         load_encoder(server.address)
     assert codes_in(str(raised.value)) == ("KVP506",)

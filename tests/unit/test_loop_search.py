@@ -231,7 +231,7 @@ def test_loops_that_are_unknown_leave_turns_as_they_are(
         def text(self) -> str:
             return whole.replace(old, new)
 
-    changed = Changed("qwen3", template.special, template.gap, None, ())
+    changed = Changed("qwen3", template.gap, None, ())
     messages = chat_fixtures.messages_of(dialogue())
     parameters, _ = found(changed, messages)
     assert list(parameters) == ["turn_ends"]

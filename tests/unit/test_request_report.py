@@ -78,6 +78,7 @@ def test_a_report_counts_blocks_and_compactions_of_its_request():
         "loaded_tokens": 0,
         "session_tokens": 0,
         "session_on_device": False,
+        "turn_ends": [],
         "compressions": 1,
         "block_size": SIZE,
         "held_blocks": 4,  # 10 tokens of the budget in 3 blocks, and the answer
@@ -122,7 +123,11 @@ def test_sessions_and_episodes_are_reported():
             return 4096
 
     built, running = controller(SNAPKV, Saving(match_of(35))), request()
-    running.sampling_params.extra_args = {"kv_report": 1, "kv_episode": [2, 4]}
+    running.sampling_params.extra_args = {
+        "kv_report": 1,
+        "kv_episode": [2, 4],
+        "turn_ends": [9, 30],
+    }
     built.admission.admit(running, 0)
     built.manager.freed_compactions["r"] = 1  # the session's own
     built.admission.finish(running)
@@ -132,6 +137,7 @@ def test_sessions_and_episodes_are_reported():
     assert report["session_bytes"] == 4096
     assert report["compressions"] == 0, "the session's does not count again"
     assert (report["episode"], report["episodes"]) == (2, 4)
+    assert report["turn_ends"] == [9, 30]
     assert built.admission.take_report("r") is None, "reports are not kept"
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_kvplugins.vllm_adapter.config.request_params import requested_episode
+from vllm_kvplugins.vllm_adapter.config.request_params import (
+    requested_episode,
+    requested_turn_ends,
+)
 from vllm_kvplugins.vllm_adapter.scheduler.block_manager import ResidencyBlockManager
 
 REPORT_KEY = "kv_policy"
@@ -34,6 +37,9 @@ def report_of(
           came from the prefix cache, from another KV connector and from a session.
         - ``session_on_device``: the session was still on the device, nothing was
           copied.
+        - ``turn_ends``: where the finished turns of the conversation end, in tokens of
+          the prompt, as the request says or the front end has found; None if neither
+          knows.
         - ``compressions``: compactions of this request.
         - ``block_size``: tokens of a block.
         - ``held_blocks``: blocks of the policy's layers that it holds at its end.
@@ -56,6 +62,7 @@ def report_of(
         "loaded_tokens": max(admission.loaded_tokens - admission.cached_tokens, 0),
         "session_tokens": admission.external_tokens or 0,
         "session_on_device": manager.starts.is_in_place(request_id),
+        "turn_ends": requested_turn_ends(request.sampling_params),
         "compressions": manager.freed_compactions.get(request_id, 0) - restored,
         "block_size": manager.block_size,
         "held_blocks": sum(not block.is_null for block in blocks),
