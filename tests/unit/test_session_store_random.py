@@ -284,7 +284,7 @@ def test_any_operations_and_faults_give_no_wrong_token(tmp_path, caplog):
         machine.finish()
     counts = machine.directory.counts
     print(machine.hits, machine.deltas, machine.reduced, counts)
-    assert machine.reduced > OPERATIONS / 200
+    assert machine.reduced  # how often depends on the speed of threads
     assert machine.deltas > OPERATIONS / 100
     assert machine.hits > OPERATIONS / 100
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,12 +22,12 @@ from vllm_kvplugins.sessions.entries import (
     MemoryPresence,
     Presence,
     Wait,
-    Write,
 )
 from vllm_kvplugins.sessions.eviction_order import EvictionOrder
+from vllm_kvplugins.sessions.expiry import Expiry
+from vllm_kvplugins.sessions.file_ledger import FileLedger
 from vllm_kvplugins.sessions.files import FoundSession
 from vllm_kvplugins.sessions.index import SessionIndex
-from vllm_kvplugins.sessions.needed_files import NeededFiles
 from vllm_kvplugins.sessions.records import Counts, Match, SharedStore
 from vllm_kvplugins.sessions.reductions import Reductions
 
@@ -68,7 +67,6 @@ class SessionDirectory:
     Attributes:
         held_bytes: bytes of sessions in memory, with pending ones and with removed
             ones whose files are being written.
-        unwritten_bytes: of these, bytes of sessions whose files are not written yet.
         index_bytes: memory for sessions that are only in files.
     """
 
@@ -91,14 +89,9 @@ class SessionDirectory:
         self.memory_bytes = memory_bytes
         self.counts = Counts()
         self.held_bytes = 0
-        self.unwritten_bytes = 0
-        self._own_file_bytes = 0
         self.index_bytes = 0
         self._ranks = ranks
         self._writes = writes
-        self._disk_bytes = disk_bytes
-        self._other_disk_bytes = other_disk_bytes
-        self._max_age_s = max_age_s
         self._on_forgotten = on_forgotten
         self._on_memory_freed = on_memory_freed
         self._on_save_withdrawn = on_save_withdrawn
@@ -109,11 +102,8 @@ class SessionDirectory:
         # Sessions whose memory or disk is not "absent".
         self._held = EvictionOrder(self._is_retained)
         self._with_file = EvictionOrder(self._is_retained)
-        # When sessions with a time to live expire, with earlier times of those that
-        # were used since.
-        self._deadlines: list[tuple[float, str]] = []
-        self._writes_due: dict[str, Write] = {}
-        self._needed = NeededFiles()
+        self._expiry = Expiry(max_age_s, clock)
+        self._files = FileLedger(disk_bytes, other_disk_bytes, self._command_unlink)
         # A session that goes back is rebuilt from its own pages.
         self._reduces = not rewinds
         self._reductions = Reductions()
@@ -288,17 +278,13 @@ class SessionDirectory:
         now, due = self._clock(), {"saved": self._ranks}
         entry = Entry(session, "absent", "absent", now, file_bytes, due)
         self._entries[session.session_id] = entry
-        self._note_deadline(entry)
+        self._expiry.note_use(entry)
         self._set_presence(session.session_id, memory="pending")
         reduces = self._begin_reduction(continues, session)
         if writes:
             self._set_presence(session.session_id, disk="pending")
             may_need = self._needed_by_next(continues)
-            self._writes_due[session.session_id] = Write(
-                session.num_bytes, self._ranks, may_need=may_need
-            )
-            self._needed.need(may_need)
-            self.unwritten_bytes += session.num_bytes
+            self._files.begin_write(session, self._ranks, may_need)
             continues = continues if may_need else None
         else:
             continues = None
@@ -443,7 +429,7 @@ class SessionDirectory:
         """
         found = list(found)
         for each in found:  # so that adding one deletes none that a later one needs
-            self._needed.need(each.sources)
+            self._files.need(each.sources)
         for each in found:
             self._add_file(each)
 
@@ -491,7 +477,7 @@ class SessionDirectory:
     def detach(self) -> None:
         """Forget all sessions, and neither write nor delete files from now on."""
         self._writes = False
-        self._needed.forget_kept()
+        self._files.forget_kept()
         for session_id in list(self._entries):
             if session_id not in self._entries:
                 continue  # it needed another one
@@ -581,31 +567,20 @@ class SessionDirectory:
     def _process_written(self, ack: SessionAck) -> None:
         """A rank has written its part of a session, or will not write it."""
         session_id = ack.session_id
-        write, entry = self._writes_due[session_id], self._entries.get(session_id)
-        write.acks_due -= 1
-        write.file_bytes += ack.num_bytes
-        write.needs.update(ack.sources)
+        write, entry = self._files.acknowledge(ack), self._entries.get(session_id)
         if entry is not None and entry.disk == "pending":
             if ack.problem is not None:
                 self.counts.failures += 1
                 self._set_presence(session_id, disk="absent")
-                self._unlink(entry.session)  # parts of other ranks
+                self._files.delete(entry)  # parts of other ranks
             elif not write.acks_due:
-                self._own_file_bytes += write.file_bytes - entry.file_bytes
-                entry.file_bytes = write.file_bytes
-                entry.sources = tuple(sorted(write.needs))
-                self._needed.need(entry.sources)
+                self._files.set_written(entry, write)
                 self._set_presence(session_id, disk="present")
-        if not write.acks_due:
-            self._end_write(session_id)
-
-    def _end_write(self, session_id: str) -> None:
-        """All ranks have written a session, or will not write it."""
-        write = self._writes_due.pop(session_id)
-        self.unwritten_bytes -= write.num_bytes
-        if session_id not in self._entries:
+        if write.acks_due:
+            return
+        if entry is None:
             self.held_bytes -= write.num_bytes
-        self._release(write.may_need)
+        self._files.end_write(session_id)
         self._make_disk_room()
 
     # -- limits -----------------------------------------------------------------
@@ -616,46 +591,19 @@ class SessionDirectory:
         self._entries[session_id] = entry
         self._held.touch(session_id)
         self._with_file.touch(session_id)
-        self._note_deadline(entry)
+        self._expiry.note_use(entry)
 
     def _is_retained(self, session_id: str) -> bool:
         return self._entries[session_id].session.ttl_s is not None
 
-    def _note_deadline(self, entry: Entry) -> None:
-        if entry.session.ttl_s is not None:
-            deadline = entry.last_used + entry.session.ttl_s
-            heapq.heappush(self._deadlines, (deadline, entry.session.session_id))
-
-    def _is_expired(self, entry: Entry) -> bool:
-        limits = [t for t in (self._max_age_s, entry.session.ttl_s) if t is not None]
-        return bool(limits) and self._clock() - entry.last_used > min(limits)
-
     def expire(self) -> None:
-        """Remove sessions that were not used for ``max_age_s``, or their ``ttl_s``.
-
-        Cost: O(expired sessions), and O(log(uses)) for each use of one with ``ttl_s``.
-        """
-        while self._entries:
-            session_id = next(iter(self._entries))
-            if not self._is_expired(self._entries[session_id]):
-                break
+        """Remove sessions that were not used for ``max_age_s``, or their ``ttl_s``."""
+        while (session_id := self._expiry.next_expired(self._entries)) is not None:
             self.evict(session_id)
-        while self._deadlines and self._deadlines[0][0] < self._clock():
-            _, session_id = heapq.heappop(self._deadlines)
-            entry = self._entries.get(session_id)
-            if entry is not None and self._is_expired(entry):
-                self.evict(session_id)
 
     def seconds_to_expiry(self) -> float | None:
         """Seconds after which ``expire`` may remove a session; None: never."""
-        times = [deadline for deadline, _ in self._deadlines[:1]]
-        if self._max_age_s is not None and self._entries:
-            oldest = next(iter(self._entries.values()))
-            times.append(oldest.last_used + self._max_age_s)
-        if not times:
-            return None
-        # Not just before the time: nobody would wake the engine again.
-        return max(min(times) - self._clock(), 0.0) + 0.01
+        return self._expiry.seconds_left(self._entries)
 
     def oldest(self, besides: str | None = None) -> str | None:
         """ID of the first session in the order of eviction that can leave memory.
@@ -688,7 +636,7 @@ class SessionDirectory:
     def _may_change(self, session_id: str) -> bool:
         """Whether no worker copies a session, or writes its file."""
         is_at_rest = self._entries[session_id].memory in ("present", "reduced")
-        return is_at_rest and session_id not in self._writes_due
+        return is_at_rest and not self._files.is_writing(session_id)
 
     def _kept_in_memory(self) -> set[str]:
         """Sessions that a request waits for, and those needed to make others whole."""
@@ -721,26 +669,23 @@ class SessionDirectory:
         Returns:
             Whether enough space is free.
         """
-        if self._disk_bytes is None:
-            return True
-        most = self._disk_bytes - self._other_disk_bytes - num_bytes
-        if most < 0:
+        if not self._files.can_hold(num_bytes):
             text = (
                 f"a session file of {num_bytes >> 10} KiB is not written: session_disk "
-                f"is {self._disk_bytes >> 10} KiB, and other files in session_dir take "
-                f"{self._other_disk_bytes >> 10} KiB. Such sessions are lost at a "
-                "restart; raise session_disk"
+                f"is {(self._files.limit_bytes or 0) >> 10} KiB, and other files in "
+                f"session_dir take {self._files.other_bytes >> 10} KiB. Such sessions "
+                "are lost at a restart; raise session_disk"
             )
             self._warn_once("KVP311", text)
             return False
-        while self.written_bytes > most:
+        while self._files.exceeds(num_bytes):
             entries = ((i, self._entries[i]) for i in self._with_file)
             old = (
                 i
                 for i, e in entries
                 if e.disk == "present"
                 and e.memory != "pending"
-                and i not in self._needed
+                and not self._files.is_needed(i)
             )
             session_id = next(old, None)
             if session_id is None:
@@ -750,7 +695,7 @@ class SessionDirectory:
                 self._remove(session_id)
             else:
                 self._set_presence(session_id, disk="absent")
-                self._unlink(self._entries[session_id].session)
+                self._files.delete(self._entries[session_id])
         return True
 
     def _set_presence(
@@ -764,7 +709,7 @@ class SessionDirectory:
         self.index_bytes -= entry.index_bytes
         if memory is not None:
             before, entry.memory = entry.held_bytes, memory
-            if memory != "absent" or session_id not in self._writes_due:
+            if memory != "absent" or not self._files.is_writing(session_id):
                 self.held_bytes += entry.held_bytes - before
             self._held.keep(session_id, memory != "absent")
             if memory in ("absent", "reduced"):
@@ -773,12 +718,12 @@ class SessionDirectory:
                 self._reductions.end(session_id)
         if disk is not None:
             was, now = entry.disk != "absent", disk != "absent"
-            self._own_file_bytes += entry.file_bytes * (now - was)
             entry.disk = disk
             self._with_file.keep(session_id, now)
-            if not now:
-                sources, entry.sources = entry.sources, ()
-                self._release(sources)
+            if now and not was:
+                self._files.add(entry)
+            elif was and not now:
+                self._files.remove(entry)
         self.index_bytes += entry.index_bytes
         if memory == "absent":
             self._lose_base(session_id)
@@ -797,27 +742,13 @@ class SessionDirectory:
         if not self._cancel_save(session_id):
             self._commands.drop.append(session_id)
             if self._entries[session_id].disk != "absent":
-                self._unlink(self._entries[session_id].session)
+                self._files.delete(self._entries[session_id])
         self._forget(session_id)
 
-    def _unlink(self, session: Session) -> None:
-        """Command the workers to delete the files of a session.
-
-        If others need them, the command follows when these are gone.
-        """
-        session_id = session.session_id
-        if session_id in self._needed:
-            entry = self._entries[session_id]
-            self._needed.keep(session, entry.file_bytes, entry.sources)
-            return
-        self._commands.unlink.append(session_id)
+    def _command_unlink(self, session: Session) -> None:
+        """Tell the workers to delete the files of a session."""
+        self._commands.unlink.append(session.session_id)
         self._note_file_ranks(session)
-
-    def _release(self, sources: Iterable[str]) -> None:
-        """Note that a session does not need the files of others any more."""
-        for session in self._needed.release(sources):
-            self._commands.unlink.append(session.session_id)
-            self._note_file_ranks(session)
 
     def _note_file_ranks(self, session: Session) -> None:
         """Tell the workers which files a session has, if it is of another size."""
@@ -833,10 +764,7 @@ class SessionDirectory:
                 if save.reduces is not None and save.reduces in self._reductions:
                     self._reductions.end(save.reduces)
                     self._set_presence(save.reduces, memory="present")
-                write = self._writes_due.pop(session_id, None)
-                if write is not None:
-                    self.unwritten_bytes -= write.num_bytes
-                    self._release(write.may_need)
+                self._files.end_write(session_id)
                 return True
         return False
 
@@ -853,7 +781,12 @@ class SessionDirectory:
     def written_bytes(self) -> int:
         """Size of files: of sessions, with those being written, and those that only
         other files need."""
-        return self._own_file_bytes + self._needed.kept_bytes
+        return self._files.written_bytes
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Of ``held_bytes``, those of sessions whose files are not written yet."""
+        return self._files.unwritten_bytes
 
     @property
     def num_sessions(self) -> int:
@@ -883,7 +816,7 @@ class SessionDirectory:
     @property
     def kept_files(self) -> set[str]:
         """IDs of removed sessions whose files others need."""
-        return self._needed.kept
+        return self._files.kept
 
     def check_integrity(self) -> None:
         """Each session is in memory or a file, and can be found; sizes are correct."""
@@ -899,16 +832,9 @@ class SessionDirectory:
         last_used = [e.last_used for e in self._entries.values()]
         assert last_used == sorted(last_used), "not in the order of use"
         held = [entry.held_bytes for entry in self._entries.values()]
-        unwritten = {i: write.num_bytes for i, write in self._writes_due.items()}
-        held += [size for i, size in unwritten.items() if i not in self._entries]
-        written = [e.file_bytes for e in self._entries.values() if e.disk != "absent"]
-        self._needed.check_integrity(
-            [s for entry in self._entries.values() for s in entry.sources]
-            + [s for write in self._writes_due.values() for s in write.may_need]
-        )
+        held.append(self._files.unwritten_of_removed(self._entries))
         assert self.held_bytes == sum(held) <= self.memory_bytes, "memory miscounted"
-        assert self.unwritten_bytes == sum(unwritten.values()), "writes miscounted"
-        assert self._own_file_bytes == sum(written), "files miscounted"
+        self._files.check_integrity(self._entries.values())
         indexed_bytes = sum(entry.index_bytes for entry in self._entries.values())
         assert self.index_bytes == indexed_bytes, "the index is miscounted"
         nowhere = [
