@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from driver import Driver
-from scenarios_sessions import talks
+from driver import Driver, make_llm
+from scenarios_sessions import _ask, counts, directory, finish, talks
+from texts import random_tokens
+from tiny_model import VOCABULARY
 
 
 def talks_saved_slowly(delay_s: float = 0.02, **arguments: Any) -> dict[str, Any]:
@@ -16,17 +18,7 @@ def talks_saved_slowly(delay_s: float = 0.02, **arguments: Any) -> dict[str, Any
         As ``talks``, with the largest number of sessions that were being saved when a
         step ended that computed something.
     """
-    from vllm_kvplugins.sessions.store import SessionStore
-    from vllm_kvplugins.sessions.transfer import PendingSave
-
-    init, finish, most = SessionStore.__init__, PendingSave.finish, [0]
-
-    def copies_nothing_at_once(store: Any, *args: Any, **kwargs: Any) -> None:
-        init(store, *args, **kwargs, copied_at_once_bytes=0)
-
-    def slowly(pending: Any) -> Any:
-        time.sleep(delay_s)
-        return finish(pending)
+    most = [0]
 
     def count(driver: Driver) -> None:
         process = driver.scheduler.connector.sessions.process
@@ -39,9 +31,63 @@ def talks_saved_slowly(delay_s: float = 0.02, **arguments: Any) -> dict[str, Any
 
         driver.scheduler.connector.sessions.process = processed
 
+    _save_slowly(delay_s)
+    return talks(**arguments, prepare=count) | {"most_saving": most[0]}
+
+
+def _save_slowly(delay_s: float) -> None:
+    """Let a thread copy every session, and sleep before it begins."""
+    from vllm_kvplugins.sessions.store import SessionStore
+    from vllm_kvplugins.sessions.transfer import PendingSave
+
+    init, finish_copy = SessionStore.__init__, PendingSave.finish
+
+    def copies_nothing_at_once(store: Any, *args: Any, **kwargs: Any) -> None:
+        init(store, *args, **kwargs, copied_at_once_bytes=0)
+
+    def slowly(pending: Any) -> Any:
+        time.sleep(delay_s)
+        return finish_copy(pending)
+
     SessionStore.__init__ = copies_nothing_at_once  # type: ignore[method-assign]
     PendingSave.finish = slowly  # type: ignore[method-assign]
-    return talks(**arguments, prepare=count) | {"most_saving": most[0]}
+
+
+def reset_while_saving(
+    model: str, policy: dict[str, Any], has_command: bool
+) -> dict[str, Any]:
+    """A conversation whose engine resets its prefix cache while a session is saved.
+
+    Another request then fills the blocks.
+
+    Args:
+        has_command: whether the workers know that they are to save it.
+    """
+    _save_slowly(0.5)
+    settings = {"num_gpu_blocks_override": 40, "max_model_len": 1150}
+    driver = Driver(make_llm(model, policy, **settings))
+    first = random_tokens(1, 400, VOCABULARY)
+    driver.add("first", first, 12, turn_ends=[], salt="one")
+    driver.run()
+    if has_command:
+        driver.step()
+    report: dict[str, Any] = {
+        "saving": len(driver.scheduler.connector.sessions._saving),
+        "was_reset": driver.scheduler.reset_prefix_cache(),
+        "known": directory(driver).num_sessions,
+    }
+    other = random_tokens(2, 1000, VOCABULARY)
+    driver.add("other", other, 12, turn_ends=[], salt="two")
+    driver.run()
+    history = [*first, *driver.tokens["first"]]
+    second, ends = [*history, *random_tokens(3, 60, VOCABULARY)], [len(history)]
+    tokens, report["restored"] = _ask(driver, "second", second, ends, "one", 12)
+    finish(driver)
+    alone, _ = _ask(driver, "alone", second, ends, "three", 12)
+    finish(driver)
+    driver.check_blocks()
+    report |= {"tokens": tokens, "alone": alone, "failures": counts(driver)["failures"]}
+    return report | {"tracked": driver.check_policy_state()}
 
 
 def talks_placed(delay_s: float = 0.02, **arguments: Any) -> dict[str, Any]:

@@ -105,6 +105,23 @@ def test_sessions_are_copied_while_others_compute(tiny_model, recomputed, ahead)
     assert kept["most_saving"] > 0, "no step has computed meanwhile"
 
 
+@pytest.mark.parametrize("has_command", [False, True], ids=["before", "copying"])
+def test_a_reset_of_the_prefix_cache_drops_a_session_that_is_saved(
+    tiny_model, has_command
+):
+    """vLLM resets only if all blocks are free, as after an update of the weights."""
+    report = run_scenario(
+        "scenarios_session_copies:reset_while_saving",
+        {"model": tiny_model, "policy": FLOW, "has_command": has_command},
+    )
+    assert report["saving"] == 1
+    assert report["was_reset"]
+    assert report["known"] == report["restored"] == 0
+    assert report["tokens"] == report["alone"]
+    assert report["failures"] == 0
+    assert report["tracked"] == 0
+
+
 @pytest.mark.parametrize("blocks", [400, 60], ids=["roomy", "small"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 def test_sessions_are_restored_while_others_compute(

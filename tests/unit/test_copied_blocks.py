@@ -37,6 +37,8 @@ def test_a_save_that_is_withdrawn_frees_its_blocks(pool):
     saving.release("s")
     pool.free_blocks(reversed(blocks))
     assert pool.get_num_free_blocks() == BLOCKS
+    saving.acknowledge("s")  # a worker that had the command
+    assert list(saving) == []
 
 
 def test_a_session_stays_on_the_device_after_it_is_copied(pool):

@@ -618,11 +618,17 @@ class SessionDirectory:
         self.counts.evictions += 1
         self._remove(session_id)
 
+    def drop(self, session_id: str) -> None:
+        """Remove a session and its files, for another reason than room. Unknown
+        sessions are ignored.
+        """
+        if session_id in self._entries:
+            self._remove(session_id)
+
     def clear(self) -> None:
         """Remove all sessions and their files."""
         for session_id in list(self._entries):
-            if session_id in self._entries:  # otherwise it needed another one
-                self._remove(session_id)
+            self.drop(session_id)  # it may have left with one that it needs
 
     def _removable(self) -> Iterator[str]:
         """Sessions that can leave memory, in the order of eviction.

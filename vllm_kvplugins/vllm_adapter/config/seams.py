@@ -146,7 +146,7 @@ _EVERYWHERE = {
     "request timestamp drop_stale_output) prev_step_scheduled_req_ids running "
     "connector kv_cache_manager block_size needs_kv_cache_zeroing requests vllm_config "
     "recompute_kv_load_failures num_spec_tokens dynamic_sd_lookup "
-    "max_num_running_reqs shutdown()",
+    "max_num_running_reqs shutdown() reset_prefix_cache()",
     f"{_CORE}.sched.async_scheduler:AsyncScheduler": "_reserve_prefill_lookahead("
     "request num_computed_tokens num_new_tokens) "
     "_get_local_prefix_cache_hit(request)",

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -31,6 +31,10 @@ class SavingBlocks:
         """Number of sessions that are being saved."""
         return len(self._blocks)
 
+    def __iter__(self) -> Iterator[str]:
+        """IDs of these sessions."""
+        return iter(self._blocks)
+
     def hold(self, session_id: str, blocks: Sequence[Any]) -> None:
         """Hold blocks, besides the request that will free them."""
         self._pool.touch(blocks)
@@ -38,13 +42,18 @@ class SavingBlocks:
         self._acks_due[session_id] = self._ranks
 
     def acknowledge(self, session_id: str) -> None:
-        """A worker has copied its part, or has failed."""
+        """A worker has copied its part, or has failed. Others are ignored."""
+        if session_id not in self._acks_due:
+            return
         self._acks_due[session_id] -= 1
         if not self._acks_due[session_id]:
             self.release(session_id)
 
     def release(self, session_id: str) -> None:
-        """The blocks of a session can be reused; it may never be saved."""
+        """The blocks of a session can be reused, even if workers still read them.
+
+        It must have left the directory, so that nobody continues it.
+        """
         del self._acks_due[session_id]
         # As vLLM frees a request: the end of a cached prefix is evicted first.
         self._pool.free_blocks(reversed(self._blocks.pop(session_id)))

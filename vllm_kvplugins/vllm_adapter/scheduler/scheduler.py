@@ -33,9 +33,10 @@ class ResidencyScheduling:
     - which requests are preempted because their session, or the load of another KV
       connector, failed (``update_from_output``).
 
-    On CPUs, it also makes workers zero new blocks. Requests that ask for a report get
-    one with their last output (``_connector_finished``). At start-up, it may start the
-    measurement of a model without a sensitivity profile (``calibration``).
+    On CPUs, it also makes workers zero new blocks. A reset of the prefix cache drops
+    sessions that are being saved. Requests that ask for a report get one with their
+    last output (``_connector_finished``). At start-up, it may start the measurement of
+    a model without a sensitivity profile (``calibration``).
     """
 
     vllm_config: Any
@@ -86,6 +87,15 @@ class ResidencyScheduling:
         if self._calibration is not None:
             self._calibration.stop()
         super().shutdown()  # type: ignore[misc]
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Reset the prefix cache, which needs all blocks to be free.
+
+        Sessions of ended requests that are being saved are dropped.
+        """
+        if self.connector.sessions is not None:
+            self.connector.sessions.drop_unsaved()
+        return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
 
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int

@@ -237,6 +237,17 @@ class SchedulerSessions:
         self._store = None
         self.directory.detach()
 
+    def drop_unsaved(self) -> None:
+        """Drop the sessions that are being saved, and free their blocks.
+
+        Workers may still read the blocks. They learn that the session is dropped before
+        a step can change a block, and discard what they have copied.
+        """
+        for session_id in list(self._saving):
+            self.directory.drop(session_id)
+            if session_id in self._saving:  # workers have the command to save it
+                self._saving.release(session_id)
+
     def close(self) -> None:
         """Stop listing the store."""
         if self._store is not None:
