@@ -111,9 +111,8 @@ def _value(task: str, cell: Any) -> str:
 
 def headline() -> str:
     """What a tenth of the context finds, with and without host memory."""
-    lines = []
+    share, rows, tokens, asked = 0.1, [], 0, 0
     for model in _models():
-        share = 0.1
         cells = [c for c in model["cells"] if c["share"] == share and PASSKEY in c]
         stock = next(cell for cell in model["cells"] if name_of(cell) == STOCK)
         dropping = sorted(_count(c) for c in cells if not c.get("host_bytes"))
@@ -121,24 +120,26 @@ def headline() -> str:
         if not dropping or not keeping:
             continue
         best = max(keeping, key=lambda cell: (_count(cell), -cell[KL]["mean"]))
-        low, high, asked = dropping[0], dropping[-1], stock[PASSKEY]["samples"]
-        lines.append(
-            f"On {model['model']}, with {percent(share)} of a context of "
-            f"{model['settings']['tokens']} tokens, policies that drop tokens find "
-            f"{low} to {high} of {asked} pass keys, "
-            f"and `{best['label']}`, which keeps the rest in host memory "
-            f"({best['host_bytes'] / MIB:.0f} MiB), finds {_count(best)}; stock vLLM, "
-            f"with {stock['device_bytes'] / MIB:.0f} MiB on the device, finds "
-            f"{_count(stock)}."
+        rows.append(
+            [
+                model["model"],
+                f"{_count(stock)} ({stock['device_bytes'] / MIB:.0f} MiB)",
+                f"{dropping[0]} to {dropping[-1]}",
+                f"{_count(best)}: `{best['label']}` ({best['host_bytes'] / MIB:.0f} "
+                "MiB)",
+            ]
         )
-    text = " ".join(
-        (
-            "- **Small budgets lose details.**",
-            *lines,
-            "All policies: [quality](docs/quality.md).",
-        )
+        tokens, asked = model["settings"]["tokens"], stock[PASSKEY]["samples"]
+    text = (
+        "- **Small budgets lose details, unless the host keeps them.** How many of "
+        f"{asked} pass keys a model finds with {percent(share)} of a context of "
+        f"{tokens} tokens ([all policies](docs/quality.md)):"
     )
-    return textwrap.fill(text, 100, subsequent_indent="  ") + "\n"
+    heads = ["model", "stock vLLM (device memory)", "policies that drop tokens"]
+    heads += ["best policy that keeps the rest on the host (host memory)"]
+    lines = [textwrap.fill(text, 100, subsequent_indent="  "), ""]
+    lines += [f"  | {' | '.join(row)} |" for row in (heads, ["---"] * 4, *rows)]
+    return "\n".join(lines) + "\n"
 
 
 def _count(cell: Any) -> int:
