@@ -20,6 +20,10 @@ LONG_SYSTEM = (
     "begin each answer with its name and end it with 'The answer is'. Do not repeat "
     "the questions."
 )
+BY_STEPS = (
+    "Think step by step, and explain each step. End with a line of the form "
+    "'#### number'."
+)
 NOTED = "Thank you for telling me, I will keep that in mind."
 CHOOSE = "{question}\n{options}\nWhich of these suits me best? Say its letter only."
 REPEAT = "What did I tell you about myself at the beginning? Repeat it word by word."
@@ -104,8 +108,15 @@ def _drawn(setting: Setting) -> tuple[list[dict[str, str]], list[dict[str, str]]
 
 
 def gsm8k(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
-    """A question after many worked examples, which all questions share."""
+    """A question after many worked examples, which all questions share.
+
+    Without examples it is a chat that asks for the steps, so that most of the cache is
+    the model's own answer.
+    """
     shots, questions = _drawn(setting)
+    if not shots:
+        yield from _reasoned(questions[: setting.limit], setting.answer_tokens)
+        return
     shown = "".join(
         f"Question: {row['question']}\nAnswer: {row['answer']}\n\n" for row in shots
     )
@@ -118,6 +129,18 @@ def gsm8k(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
             prompt=f"{shown}Question: {row['question']}\nAnswer:",
             max_tokens=256,
             stop=("Question:",),
+        )
+
+
+def _reasoned(questions: list[dict[str, str]], most_tokens: int) -> Iterator[Sample]:
+    for number, row in enumerate(questions):
+        yield Sample(
+            task="gsm8k",
+            name=str(number),
+            metric="same_number",
+            truths=(row["answer"],),
+            messages=(_said("user", f"{row['question']}\n\n{BY_STEPS}"),),
+            max_tokens=most_tokens,
         )
 
 

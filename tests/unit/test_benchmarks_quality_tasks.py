@@ -198,6 +198,17 @@ def test_gsm8k_questions_follow_the_same_worked_examples(tmp_path):
         made("gsm8k", gsm8k=file, shots=9)
 
 
+def test_gsm8k_without_examples_asks_for_the_steps(tmp_path):
+    rows = [{"question": f"q{i}?", "answer": f"because\n#### {i}"} for i in range(5)]
+    file = write(tmp_path / "test.jsonl", rows)
+    samples = made("gsm8k", gsm8k=file, shots=0, limit=4, answer_tokens=77)
+    assert len(samples) == 4
+    for sample in samples:
+        (message,) = sample.messages
+        assert message["content"].startswith(f"q{sample.truths[0][-1]}?\n\n")
+        assert (sample.prompt, sample.max_tokens) == ("", 77)
+
+
 def test_longgenbench_asks_several_questions_at_once(tmp_path):
     rows = [{"question": f"q{i}?", "answer": f"so\n#### {i}"} for i in range(7)]
     file = write(tmp_path / "test.jsonl", rows)
