@@ -9,11 +9,13 @@ namespace kvp::index {
 struct CodeBreaker {
   CodeIndex& index;
   using Index = std::int64_t;
-  Index label(Index row) const { return index.codes_.label(row); }
-  Index slot_of(Index row) const { return index.slot_of(row); }
-  void set_label(Index row, Index label) { index.codes_.set_label(row, label); }
-  std::uint16_t scale(Index row) const { return index.codes_.scale_bits(row); }
-  void set_scale(Index row, std::uint16_t bits) { index.codes_.set_scale(row, bits); }
+  Index label(Index row) const { return index.codes_.codes_.label(row); }
+  Index slot_of(Index row) const { return index.codes_.slot_of(row); }
+  void set_label(Index row, Index label) { index.codes_.codes_.set_label(row, label); }
+  std::uint16_t scale(Index row) const { return index.codes_.codes_.scale_bits(row); }
+  void set_scale(Index row, std::uint16_t bits) {
+    index.codes_.codes_.set_scale(row, bits);
+  }
   void use(const CodeKernels& codes, const RankKernels& ranks) {
     index.code_kernels_ = &codes;
     index.rank_kernels_ = &ranks;
