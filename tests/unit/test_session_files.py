@@ -121,6 +121,16 @@ def test_a_scan_finds_whole_sessions_oldest_first(tmp_path):
     assert scan.sessions[0].file_bytes == files.path("b", 0).stat().st_size
 
 
+@pytest.mark.parametrize("ttl_s", [None, 90.5])
+def test_a_file_says_how_long_its_session_is_retained(tmp_path, ttl_s):
+    files = folder(tmp_path)
+    each = replace(session("s", tokens(*range(9))), ttl_s=ttl_s)
+    files.write(each, 0, cache())
+    (found,) = files.scan().sessions
+    assert found.session.ttl_s == ttl_s
+    assert files.read("s", 0).tokens == 9
+
+
 def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
     files = folder(tmp_path)
 
@@ -295,10 +305,13 @@ def test_a_damaged_header_is_skipped(tmp_path, damage):
         {"num_bytes": "abc"},
         {"first_query": 10},
         {"session_id": "another"},
+        {"ttl_s": -1.0},
+        {"ttl_s": float("nan")},
+        {"ttl_s": "soon"},
         {"tokens": np.arange(9, dtype=np.int32), "at": 12},
     ],
 )
-def test_impossible_sizes_are_skipped(tmp_path, changes):
+def test_impossible_numbers_are_skipped(tmp_path, changes):
     """Also with valid digests, as another program may write them."""
     files, changes = folder(tmp_path), dict(changes)
     at = changes.pop("at", 0)

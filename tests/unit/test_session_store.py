@@ -17,7 +17,7 @@ from vllm_kvplugins.sessions.commands import Session, SessionAck
 from vllm_kvplugins.sessions.directory import SessionDirectory
 from vllm_kvplugins.sessions.files import FoundSession
 from vllm_kvplugins.sessions.index import SessionIndex
-from vllm_kvplugins.sessions.records import Match
+from vllm_kvplugins.sessions.records import Match, SharedStore
 
 BLOCK = 4
 
@@ -351,6 +351,34 @@ def test_a_retained_session_is_dropped_after_its_time():
     directory.expire()
     assert "s" not in directory
     assert clock[0] == pytest.approx(119, abs=0.1)
+    assert directory.seconds_to_expiry() is None
+
+
+def test_a_retained_session_is_dropped_after_its_time_in_spite_of_a_restart():
+    """Its time goes on from its last use."""
+    clock = [1000.0]
+    directory = SessionDirectory(10, clock=lambda: clock[0], writes=True)
+    kept = replace(session("s", tokens(1, 2, 3)), ttl_s=60.0)
+    late = replace(session("t", tokens(4, 5, 6)), ttl_s=60.0)
+    directory.add_files([FoundSession(late, 61.0, 1), FoundSession(kept, 50.0, 1)])
+    directory.expire()
+    assert directory.take_commands().unlink == ["t"]
+    assert directory.seconds_to_expiry() == pytest.approx(10, abs=0.1)
+    clock[0] += directory.seconds_to_expiry()
+    directory.expire()
+    assert directory.take_commands().unlink == ["s"]
+    directory.check_integrity()
+
+
+def test_a_replica_does_not_drop_what_another_one_retains():
+    """It does not know when the session was used last."""
+    clock, shared = [0.0], SharedStore(1 << 20, 10.0)
+    directory = SessionDirectory(10, clock=lambda: clock[0], shared=shared)
+    each = replace(session("s", tokens(1, 2, 3)), ttl_s=60.0)
+    directory.add_stored(each, 1)
+    clock[0] = 1000.0
+    directory.expire()
+    assert "s" in directory
     assert directory.seconds_to_expiry() is None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.sessions.commands import (
@@ -443,6 +443,7 @@ class SessionDirectory:
         entry = Entry(session, "absent", "absent", last_used, file_bytes)
         entry.sources = found.sources
         self._entries[session.session_id] = entry
+        self._expiry.note_use(entry)
         self._set_presence(session.session_id, disk="present")
         self._make_disk_room()
 
@@ -452,10 +453,11 @@ class SessionDirectory:
         """Add a session that was found in the shared store.
 
         Its age is not known, so it counts as used just now; old files are deleted by
-        their time in the store.
+        their time in the store, or by the replica that knows when a time to live ends.
         """
         if session.session_id in self or session.num_bytes > self.memory_bytes:
             return
+        session = replace(session, ttl_s=None)
         self._index.add(session)
         entry = Entry(
             session, "absent", "absent", self._clock(), file_bytes, is_found=True

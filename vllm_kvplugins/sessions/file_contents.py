@@ -138,8 +138,9 @@ def checked_session(
         session.num_bytes < 1
         or not 0 <= session.first_query <= n
         or not 0 <= session.compacted_at <= n
+        or not (session.ttl_s is None or session.ttl_s > 0)
     ):
-        raise SessionFileError(f"{name}: not a session (impossible sizes)")
+        raise SessionFileError(f"{name}: not a session (impossible numbers)")
     return session
 
 
@@ -154,6 +155,7 @@ def _session(about: Mapping[str, str], tokens: torch.Tensor) -> Session:
         compaction=_unpacked_compaction(json.loads(about["compaction"])),
         num_bytes=int(about["num_bytes"]),
         first_query=int(about["first_query"]),
+        ttl_s=float(about["ttl_s"]) if "ttl_s" in about else None,
     )
 
 

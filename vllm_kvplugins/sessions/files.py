@@ -239,6 +239,8 @@ class SessionFiles:
             "dtype": saved.dtype,
             "queries_dtype": str(saved.queries_dtype).removeprefix("torch."),
         }
+        if session.ttl_s is not None:
+            about["ttl_s"] = str(session.ttl_s)
         for index, part in enumerate(saved.parts):
             about[name_of("layout", index)] = part.layout
         about["first_written"] = f"{delta.first_written if delta else now:.0f}"
