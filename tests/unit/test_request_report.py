@@ -78,7 +78,7 @@ def test_a_report_counts_blocks_and_compactions_of_its_request():
         "loaded_tokens": 0,
         "session_tokens": 0,
         "session_on_device": False,
-        "turn_ends": [],
+        "turn_ends": None,
         "compressions": 1,
         "block_size": SIZE,
         "held_blocks": 4,  # 10 tokens of the budget in 3 blocks, and the answer
@@ -96,6 +96,15 @@ def test_full_holds_what_stock_holds():
     report = ReportingSchedule({"name": "full"}).run(list(range(PROMPT)), kv_report=1)
     assert report["held_blocks"] == report["stock_blocks"] == 11
     assert report["compressions"] == 0
+
+
+@pytest.mark.parametrize("turn_ends", [[9, 30], [], None])
+def test_turns_are_those_that_the_policy_has_found(turn_ends):
+    """None asked for: those that the tokens show."""
+    schedule = ReportingSchedule({"name": "flowkv", "turn_end_token": 20})
+    prompt = [20 if at in (10, 20, 39) else 0 for at in range(PROMPT)]
+    report = schedule.run(prompt, kv_report=1, turn_ends=turn_ends)
+    assert report["turn_ends"] == ([21] if turn_ends is None else turn_ends)
 
 
 @pytest.mark.parametrize("extra_args", [{}, {"kv_report": 0}])
@@ -123,11 +132,7 @@ def test_sessions_and_episodes_are_reported():
             return 4096
 
     built, running = controller(SNAPKV, Saving(match_of(35))), request()
-    running.sampling_params.extra_args = {
-        "kv_report": 1,
-        "kv_episode": [2, 4],
-        "turn_ends": [9, 30],
-    }
+    running.sampling_params.extra_args = {"kv_report": 1, "kv_episode": [2, 4]}
     built.admission.admit(running, 0)
     built.manager.freed_compactions["r"] = 1  # the session's own
     built.admission.finish(running)
@@ -137,7 +142,6 @@ def test_sessions_and_episodes_are_reported():
     assert report["session_bytes"] == 4096
     assert report["compressions"] == 0, "the session's does not count again"
     assert (report["episode"], report["episodes"]) == (2, 4)
-    assert report["turn_ends"] == [9, 30]
     assert built.admission.take_report("r") is None, "reports are not kept"
 
 

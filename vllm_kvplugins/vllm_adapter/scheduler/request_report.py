@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config.request_params import (
     requested_episode,
     requested_turn_ends,
@@ -37,9 +38,8 @@ def report_of(
           came from the prefix cache, from another KV connector and from a session.
         - ``session_on_device``: the session was still on the device, nothing was
           copied.
-        - ``turn_ends``: where the finished turns of the conversation end, in tokens of
-          the prompt, as the request says or the front end has found; None if neither
-          knows.
+        - ``turn_ends``: where the turns end that the policy has found, in tokens of the
+          prompt; None if it does not use turns.
         - ``compressions``: compactions of this request.
         - ``block_size``: tokens of a block.
         - ``held_blocks``: blocks of the policy's layers that it holds at its end.
@@ -48,6 +48,7 @@ def report_of(
         - ``episode``, ``episodes``: which episode answered, from 0, and how many there
           are; both None without episodes.
     """
+    policy = manager.kv_cache_spec.policy
     request_id, admission = request.request_id, manager.starts.of(request)
     tokens = min(request.num_computed_tokens, request.num_tokens)
     stock_blocks = -(-tokens // manager.block_size)
@@ -56,13 +57,13 @@ def report_of(
     restored = int(admission.first_block > 0)
     episode, episodes = requested_episode(request.sampling_params) or (None, None)
     return {
-        "policy": manager.kv_cache_spec.policy.name,
+        "policy": policy.name,
         "tokens": tokens,
         "cached_tokens": admission.cached_tokens,
         "loaded_tokens": max(admission.loaded_tokens - admission.cached_tokens, 0),
         "session_tokens": admission.external_tokens or 0,
         "session_on_device": manager.starts.is_in_place(request_id),
-        "turn_ends": requested_turn_ends(request.sampling_params),
+        "turn_ends": _turn_ends(request, policy),
         "compressions": manager.freed_compactions.get(request_id, 0) - restored,
         "block_size": manager.block_size,
         "held_blocks": sum(not block.is_null for block in blocks),
@@ -72,3 +73,10 @@ def report_of(
         "episode": episode,
         "episodes": episodes,
     }
+
+
+def _turn_ends(request: Any, policy: KVCachePolicy) -> list[int] | None:
+    if policy.turns is None:
+        return None
+    requested = requested_turn_ends(request.sampling_params)
+    return list(policy.find_turn_ends(request.prompt_token_ids or (), requested))
