@@ -677,10 +677,11 @@ class SessionDirectory:
         Returns:
             Whether enough space is free.
         """
-        if not self._files.can_hold(num_bytes):
+        limit = self._files.limit_bytes
+        if limit is not None and not self._files.can_hold(num_bytes):
             text = (
                 f"a session file of {num_bytes >> 10} KiB is not written: session_disk "
-                f"is {(self._files.limit_bytes or 0) >> 10} KiB, and other files in "
+                f"is {limit >> 10} KiB, and other files in "
                 f"session_dir take {self._files.other_bytes >> 10} KiB. Such sessions "
                 "are lost at a restart; raise session_disk"
             )

@@ -156,7 +156,7 @@ function facts(turn) {
       growth(turn, "vllm:prefix_cache_hits_total"), tokens),
     fact("finished turns", "Turns before this one that the server found in the prompt, and "
       + "their tokens; with the system prompt where that stands alone.",
-      report && (report.turn_ends === null ? "unknown" : report.turn_ends.length
+      report && (report.turn_ends === null ? "not used" : report.turn_ends.length
         ? number(report.turn_ends.length) + ", " + tokens(report.turn_ends.at(-1)) : "none")),
     fact("on the device", "Blocks of " + (size ?? latest?.block_size ?? "?") + " tokens that the "
       + "request held at its end, in the layers that the policy manages.",
