@@ -20,7 +20,7 @@ std::int64_t index_create(std::int64_t kind, std::int64_t num_heads,
                           std::int64_t head_dim, std::int64_t page_size,
                           double promotion, std::int64_t composite, std::int64_t simple,
                           std::int64_t seed, bool by_mean, std::int64_t segment,
-                          std::int64_t flat_keys) {
+                          std::int64_t flat_keys, bool stores_pages) {
   const char* op = "index_create";
   const auto require = [op](const char* name, std::int64_t value, std::int64_t low,
                             std::int64_t high) {
@@ -42,9 +42,10 @@ std::int64_t index_create(std::int64_t kind, std::int64_t num_heads,
     fail(op, "segment must be a multiple of ", index::kCodeBlock, ", got ", segment);
   }
   require("flat_keys", flat_keys, 0, std::int64_t{1} << 40);
-  const Settings settings{head_dim,  page_size, promotion,
-                          composite, simple,    static_cast<std::uint64_t>(seed),
-                          by_mean,   segment,   flat_keys};
+  const Settings settings{head_dim,    page_size, promotion,
+                          composite,   simple,    static_cast<std::uint64_t>(seed),
+                          by_mean,     segment,   flat_keys,
+                          stores_pages};
   if (kind == 0) {
     return Registry::get().add(
         std::make_shared<OneIndex<index::DciTree>>(settings, num_heads));
@@ -184,6 +185,23 @@ Tensor index_places(std::int64_t handle, std::int64_t first) {
   return places;
 }
 
+// int64 [heads, n]: the keys of rows first, first + 1, ... that have pages.
+Tensor index_order(std::int64_t handle, std::int64_t first) {
+  const char* op = "index_order";
+  const std::shared_ptr<AnyIndex> key_index = Registry::get().find(op, handle);
+  const std::shared_lock<std::shared_mutex> lock(key_index->mutex);
+  require_usable(op, *key_index);
+  const std::int64_t stop = key_index->ordered_keys();
+  if (first < 0) fail(op, "first must not be negative, got ", first);
+  const std::int64_t n = std::max<std::int64_t>(stop - first, 0);
+  Tensor order = new_on_cpu({key_index->num_heads(), n}, ScalarType::Long);
+  std::int64_t* out = order.mutable_data_ptr<std::int64_t>();
+  for (std::int64_t head = 0; head < key_index->num_heads(); ++head) {
+    for (std::int64_t i = 0; i < n; ++i) *out++ = key_index->slot_of(head, first + i);
+  }
+  return order;
+}
+
 // [num_keys, memory_bytes, pages of head 0, pages of head 1, ...]
 Tensor index_stats(std::int64_t handle) {
   const std::shared_ptr<AnyIndex> key_index =
@@ -217,7 +235,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
   m.def(
       "index_create(int kind, int num_heads, int head_dim, int page_size, "
       "float promotion, int composite, int simple, int seed, bool by_mean, "
-      "int segment=2048, int flat_keys=4096) -> int");
+      "int segment=2048, int flat_keys=4096, bool stores_pages=False) -> int");
   m.def("index_destroy(int handle) -> ()");
   m.def("index_append(int handle, Tensor keys, Tensor table, int count) -> ()");
   m.def(
@@ -229,6 +247,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
       "bool by_page, int k, int max_visits, float visit_ratio, int max_pages) "
       "-> (Tensor, Tensor)");
   m.def("index_places(int handle, int first) -> Tensor");
+  m.def("index_order(int handle, int first) -> Tensor");
   m.def("index_stats(int handle) -> Tensor");
   m.def("index_check(int handle, Tensor keys, Tensor table, bool by_page) -> str");
 }
@@ -241,6 +260,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvp, CompositeExplicitAutograd, m) {
   m.impl("index_topk", TORCH_BOX(&kvp::binding::index_topk));
   m.impl("index_pages", TORCH_BOX(&kvp::binding::index_pages));
   m.impl("index_places", TORCH_BOX(&kvp::binding::index_places));
+  m.impl("index_order", TORCH_BOX(&kvp::binding::index_order));
   m.impl("index_stats", TORCH_BOX(&kvp::binding::index_stats));
   m.impl("index_check", TORCH_BOX(&kvp::binding::index_check));
 }

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <shared_mutex>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -56,6 +57,16 @@ class AnyIndex {
   virtual std::int64_t pages(std::int64_t head,
                              const std::vector<std::vector<Scored>>& best,
                              std::int64_t max_pages, std::int64_t* out) const = 0;
+  // Whether keys are in the order of pages: what vote_pages needs.
+  virtual bool has_ordered_pages() const = 0;
+  // Keys that have pages for good, and the key of their row; the others lie in the order of
+  // arrival.
+  virtual std::int64_t ordered_keys() const = 0;
+  virtual std::int64_t slot_of(std::int64_t head, std::int64_t row) const = 0;
+  // Keys lie in the order of rows.
+  virtual void vote_pages(std::int64_t head, const KeyView& keys, const float* queries,
+                          std::int64_t group, float scale, const QueryOptions& options,
+                          VoteScratch& scratch) const = 0;
 
   mutable std::shared_mutex mutex;
   bool broken = false;  // an append ran out of memory half-way
@@ -63,6 +74,9 @@ class AnyIndex {
 
 template <typename Tree>
 class OneIndex final : public AnyIndex {
+  static constexpr bool kCoded = std::is_same_v<Tree, index::CodeIndex>;
+  static constexpr bool kOrdered = !std::is_same_v<Tree, index::DciTree>;
+
  public:
   OneIndex(const Settings& settings, std::int64_t num_heads)
       : forest_(settings, num_heads, kvp::select_kernels<index::Kernels>()) {}
@@ -103,6 +117,23 @@ class OneIndex final : public AnyIndex {
                      std::int64_t max_pages, std::int64_t* out) const override {
     return index::pages_of(forest_.tree(head), settings().page_size, best, max_pages,
                            out);
+  }
+  bool has_ordered_pages() const override { return kOrdered; }
+  std::int64_t ordered_keys() const override {
+    if constexpr (kCoded) return forest_.tree(0).paged();
+    return 0;
+  }
+  std::int64_t slot_of(std::int64_t head, std::int64_t row) const override {
+    if constexpr (kCoded) return forest_.tree(head).slot_of(row);
+    return row;
+  }
+  void vote_pages(std::int64_t head, const KeyView& keys, const float* queries,
+                  std::int64_t group, float scale, const QueryOptions& options,
+                  VoteScratch& scratch) const override {
+    if constexpr (kOrdered) {
+      index::vote_pages(forest_.tree(head), keys, queries, group, settings().head_dim,
+                        scale, options, scratch);
+    }
   }
 
  private:

@@ -102,7 +102,7 @@ CODES: dict[str, str] = {
     "KVP137": "check-policy: infinite scores do not leave the budget a choice",
     "KVP138": "check-policy: a session cannot store what `observe` returned",
     "KVP139": "check-policy: all scores are equal",
-    "KVP140": 'icecache: `fetch: "pages"` with `index: "codes"`',
+    "KVP140": 'icecache: `fetch: "pages"` with a setting that its pages do not allow',
     "KVP141": "host_dtype 'int8' or 'int4' with host_fetch 'direct'",
     "KVP142": 'icecache: `index: "device"` without host_memory',
     "KVP143": 'icecache: `index: "device"` with a setting of a search on the host',

@@ -3,7 +3,8 @@
 Requests with random clustered keys hold their tokens in a host tier, as after prefill.
 Every step sends new queries. Reports, per layer, the total, the compiled parts (select,
 fill), and the rest: Python and small torch calls. The rest should stay below 0.15 ms at
-8 requests.
+8 requests. Where whole pages are fetched, also what moving tokens to their pages takes,
+which the first steps do.
 
     python benchmarks/kernels/retrieval_step.py --requests 8 --tokens 4000
 """
@@ -14,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
@@ -26,6 +28,7 @@ from _prepared_worker import prepare
 from rich.console import Console
 from rich.table import Table
 
+from vllm_kvplugins.engine.retrieval.host_tier import HostTier
 from vllm_kvplugins.index import selection
 from vllm_kvplugins.ops import hot_set
 
@@ -74,14 +77,18 @@ def main(
         )
     now = time.thread_time if cpu_time else time.perf_counter
     clocks = {"select": Clock(now), "fill": Clock(now)}
+    moving = Clock(now)
     times: dict[str, list[float]] = {"all": [], "select": [], "fill": [], "rest": []}
     retrieving = layers - runtime.policy.skip_layers  # type: ignore[attr-defined]
-    select = clocks["select"].around(selection.select_compiled)
     fill = clocks["fill"].around(hot_set.call_compiled)
-    with (
-        mock.patch.object(selection, "select_compiled", select),
-        mock.patch.object(hot_set, "call_compiled", fill),
-    ):
+    around = clocks["select"].around
+    with ExitStack() as patches:
+        for name in ("select_compiled", "select_pages_compiled"):
+            timed = around(getattr(selection, name))
+            patches.enter_context(mock.patch.object(selection, name, timed))
+        patches.enter_context(mock.patch.object(hot_set, "call_compiled", fill))
+        reorder = moving.around(HostTier.reorder)
+        patches.enter_context(mock.patch.object(HostTier, "reorder", reorder))
         for step in range(steps):
             generator = torch.Generator().manual_seed(step)
             queries = torch.randn(requests, heads * 3, dim, generator=generator)
@@ -106,6 +113,12 @@ def main(
             f"{tenths[0]:.3f}..{tenths[-1]:.3f}",
         )
     console.print(table_out)
+    moved = runtime.extensions[0].moved_tokens  # type: ignore[attr-defined]
+    if moved:
+        console.print(
+            f"moved {moved} tokens to their pages, {1e3 * moving.spent / moved:.3f} µs "
+            "each"
+        )
     console.print_json(data=provenance())
     if json_out is not None:
         json_out.write_text(

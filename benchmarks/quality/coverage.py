@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +31,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.engine.retrieval.row_order import RowOrder
 from vllm_kvplugins.index import Keys
 from vllm_kvplugins.policies import available_policies
 
@@ -38,6 +40,7 @@ BUDGETS = (64, 128, 256)
 
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"name": "icecache", "fetch": "pages"},
+    {"name": "icecache", "fetch": "pages", "index": "dci"},
     {"name": "arkvale", "page_tokens": 16},
     {"name": "pqcache", "subspaces": 4, "bits": 8},
 )
@@ -60,6 +63,33 @@ def keys_on_host(policy: Any, keys: torch.Tensor) -> Keys:
     return replace(Keys.dense(rows.quantize(keys)), quantized=rows)
 
 
+def selection(
+    policy: Any, index: Any, keys: torch.Tensor, on_host: Keys
+) -> Callable[[torch.Tensor, float, int], torch.Tensor]:
+    """What selects tokens: from queries, a scale and a number of tokens.
+
+    A policy that fetches whole pages has keys in the order of its index on the host.
+    """
+    pages = policy.page_selection
+    if pages is None:
+        return lambda queries, scale, count: index.select(
+            queries, on_host, scale, count
+        )
+    heads, size = len(keys), pages.page_tokens
+    order = RowOrder.of_arrival(heads).extended(index.order(0))
+    tokens = order.tokens_at(torch.arange(keys.shape[1]).expand(heads, -1))
+    stored = keys_on_host(
+        policy, keys.gather(1, tokens[..., None].expand(-1, -1, keys.shape[2]))
+    )
+
+    def choose(queries: torch.Tensor, scale: float, count: int) -> torch.Tensor:
+        chosen = pages.select([index], queries[None], stored, scale, count // size)[0]
+        rows = chosen[..., None] * size + torch.arange(size)
+        return order.tokens_at(rows.flatten(1))
+
+    return choose
+
+
 def coverage(
     policy: Any,
     prompt: Prompt,
@@ -78,13 +108,14 @@ def coverage(
         step = append_tokens or len(offloaded)
         for first in range(0, len(offloaded), step):
             index.append(rows[:, first : first + step].contiguous(), first)
+        choose = selection(policy, index, keys, on_host)
         scale = prompt.scales[layer]
         for position in positions:
             queries = prompt.queries[layer][:, position]
             grouped = queries.reshape(heads, -1, head_dim)
             worth = (grouped @ keys.transpose(1, 2) * scale).softmax(-1).sum(1)
             for budget in BUDGETS:
-                result = index.select(grouped, on_host, scale, budget)
+                result = choose(grouped, scale, budget)
                 held = worth.gather(1, result.clamp(min=0)).masked_fill(result < 0, 0)
                 best = worth.topk(budget).values.sum(1)
                 shares[budget] += (held.sum(1) / best).tolist()

@@ -399,6 +399,83 @@ void test_votes(std::mt19937& random) {
   CHECK(hits >= count - 2);
 }
 
+// Keys that are stored in the order of rows. Codes find pages whose attention is that of the
+// best pages by an exact scan of the stored keys, and keys stay where they are.
+void test_stored_pages(std::mt19937& random) {
+  current_case = "stored pages";
+  const Index dims = 32, group = 2, count = 6;
+  Settings settings = coded_settings(dims, 64);
+  settings.stores_pages = true;
+  for (const Index n : {100, 400, 1003}) {
+    const std::vector<float> keys = clustered(n, dims, random);
+    Forest<CodeIndex> index(settings, 1, select_kernels<Kernels>());
+    Forest<BruteForce> scan(settings, 1, select_kernels<Kernels>());
+    std::vector<Index> before;
+    for (Index done = 0; done < n;) {
+      const Index more = std::min<Index>(1 + random() % 300, n - done);
+      index.append({after(dense(keys, dims), done)}, more);
+      done += more;
+      for (std::size_t row = 0; row < before.size(); ++row) {
+        CHECK(index.tree(0).slot_of(row) == before[row]);
+      }
+      before.clear();
+      for (Index row = 0; row < index.tree(0).paged(); ++row) {
+        before.push_back(index.tree(0).slot_of(row));
+      }
+    }
+    CHECK(index.tree(0).paged() == (n < 128 ? 0 : n / 64 * 64));
+    std::vector<float> rows;
+    for (Index row = 0; row < n; ++row) {
+      const bool paged = row < index.tree(0).paged();
+      const Index slot = paged ? index.tree(0).slot_of(row) : row;
+      const float* key = keys.data() + slot * dims;
+      rows.insert(rows.end(), key, key + dims);
+    }
+    const KeyView stored = dense(rows, dims);
+    scan.append({stored}, n);
+    const std::vector<float> queries = clustered(group, dims, random);
+    VoteScratch scratch;
+    std::vector<std::int64_t> found(count), exact(count), all(count), every(1000);
+    const auto ask = [&](const auto& tree, Index visits,
+                         std::vector<std::int64_t>& out) {
+      const auto wanted = static_cast<Index>(out.size());
+      vote_pages(tree, stored, queries.data(), group, dims, 0.3f,
+                 {visits, 1.0, wanted * kStoredKeys}, scratch);
+      scratch.pages.best(wanted, out.data());
+    };
+    ask(scan.tree(0), 0, exact);
+    ask(index.tree(0), 0, all);
+    CHECK(all == exact);  // no limit: all keys exactly
+    ask(index.tree(0), 4096, found);
+    ask(scan.tree(0), 0, every);
+    std::vector<double> votes(every.size());
+    for (Index g = 0; g < group; ++g) {
+      std::vector<double> weights(n);
+      double sum = 0.0;
+      for (Index row = 0; row < n; ++row) {
+        double logit = 0.0;
+        for (Index d = 0; d < dims; ++d) {
+          logit += double(queries[g * dims + d]) * double(rows[row * dims + d]);
+        }
+        sum += weights[row] = std::exp(0.3 * logit);
+      }
+      for (Index row = 0; row < n; ++row)
+        votes[row / kStoredKeys] += weights[row] / sum;
+    }
+    double ours = 0.0, best = 0.0;
+    for (Index i = 0; i < count; ++i) {
+      ours += votes[found[i]];
+      best += votes[exact[i]];
+    }
+    CHECK(ours > 0.97 * best);
+    const Index full = n / kStoredKeys;
+    CHECK(every[full - 1] >= 0 && every[full] == -1);  // the last page is not full
+    for (Index i = 1; i < full; ++i) {
+      CHECK(votes[every[i]] <= votes[every[i - 1]] * 1.0001);
+    }
+  }
+}
+
 void test_damage_is_found(std::mt19937& random) {
   current_case = "damage";
   const Index n = 400, dims = 16;
@@ -503,6 +580,7 @@ int main() {
   test_merging(random);
   test_groups(random);
   test_votes(random);
+  test_stored_pages(random);
   test_damage_is_found(random);
   test_outliers(random);
   test_extremes(random);

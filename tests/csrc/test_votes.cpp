@@ -222,6 +222,63 @@ void test_hot_slots(std::mt19937& random) {
           "a token beyond the table is refused");
 }
 
+// Whole host pages, in heap slots that lie anywhere. Two of the slots hold no page first.
+void test_hot_pages(std::mt19937& random) {
+  constexpr std::int64_t kDim = 2, kBlock = 16, kUnit = 8, kHot = 5, kHostPages = 12;
+  std::vector<std::int32_t> k(kBlock * kDim), v(kBlock * kDim);
+  for (std::int64_t i = 0; i < kBlock * kDim; ++i) {
+    k[u(i)] = static_cast<std::int32_t>(i);
+    v[u(i)] = static_cast<std::int32_t>(kBlock * kDim + i);
+  }
+  const kvp::PageLayout layout = kvp::make_layout(k.data(), v.data(), kBlock, kDim);
+  std::vector<std::int64_t> table(kHostPages);
+  std::iota(table.begin(), table.end(), 0);
+  std::shuffle(table.begin(), table.end(), random);
+  std::vector<std::uint32_t> host(kHostPages * 2 * kUnit * kDim);
+  const kvp::HostTokens<std::uint32_t> tokens{host.data(), table.data(), kUnit, kDim};
+  for (std::int64_t t = 0; t < kHostPages * kUnit; ++t) {
+    for (std::int64_t d = 0; d < kDim; ++d) {
+      host[u(tokens.key(t) - host.data() + d)] =
+          static_cast<std::uint32_t>(100 * t + d);
+      host[u(tokens.value(t) - host.data() + d)] =
+          static_cast<std::uint32_t>(100 * t + 50 + d);
+    }
+  }
+  constexpr std::int64_t kPages = 3, kPageElems = 2 * kBlock * kDim;
+  std::vector<std::uint32_t> heap(kPages * kPageElems);
+  const kvp::PagedKV<std::uint32_t> kv{heap.data(), kPages, kPageElems, layout};
+  std::vector<std::int64_t> places(kPages * kBlock), page, slot;
+  std::iota(places.begin(), places.end(), 0);
+  std::shuffle(places.begin(), places.end(), random);
+  for (std::int64_t i = 0; i < kHot * kUnit; ++i) {
+    page.push_back(places[u(i)] / kBlock);
+    slot.push_back(places[u(i)] % kBlock);
+  }
+  std::vector<std::int64_t> hot{-1, 3, -1, 7, 0};
+  const kvp::HotSlots slots{hot.data(), page.data(), slot.data(), kHot, kUnit};
+  std::vector<std::uint8_t> mark(kHostPages);
+  std::vector<std::int64_t> wanted{7, 9, 11, 2, 3};
+  require(kvp::fill_hot_slots(tokens, kHostPages, wanted.data(), kHot, slots, kv,
+                              mark) == 3,
+          "two of five are hot");
+  require(hot == std::vector<std::int64_t>({9, 3, 11, 7, 2}), "others are replaced");
+  for (const std::int64_t i : {0, 2, 4}) {  // those that were copied
+    for (std::int64_t j = 0; j < kUnit; ++j) {
+      const std::int64_t at = i * kUnit + j, token = hot[u(i)] * kUnit + j;
+      const std::uint32_t* own = heap.data() + page[u(at)] * kPageElems;
+      for (std::int64_t d = 0; d < kDim; ++d) {
+        const auto key = static_cast<std::uint32_t>(100 * token + d);
+        require(own[slot[u(at)] * kDim + d] == key, "its key");
+        require(own[(kBlock + slot[u(at)]) * kDim + d] == key + 50, "its value");
+      }
+    }
+  }
+  hot[1] = -2;
+  require(kvp::fill_hot_slots(tokens, kHostPages, wanted.data(), kHot, slots, kv,
+                              mark) == -1 - kHot - 1,
+          "only -1 stands for other tokens");
+}
+
 }  // namespace
 
 int main() {
@@ -235,6 +292,7 @@ int main() {
   }
   test_votes(random);
   test_hot_slots(random);
+  test_hot_pages(random);
   std::puts("0 failure(s)");  // require() ends the program at the first failure
   return 0;
 }

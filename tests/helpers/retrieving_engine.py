@@ -64,7 +64,8 @@ class RetrievingEngine(FakeEngine):
         attended = torch.stack([self._attended(layer)[own] for layer in self._layers])
         at = torch.arange(row.after_tokens)
         causal = at <= at[row.computed_tokens :, None]
-        host = slice(SINKS, SINKS + self.retrieval._requests[request.name].tokens)
+        sinks = self.runtime.policy.sinks
+        host = slice(sinks, sinks + self.retrieval._requests[request.name].tokens)
         cached = []
         for part in (request.keys, request.values):
             dense = part[self._layers, :, : row.after_tokens].clone()
@@ -126,26 +127,29 @@ class RetrievingEngine(FakeEngine):
         if not done:
             return visible
         last = plan.compaction(done - 1)
-        stop = min(last.at_tokens - WINDOW, last.retained.stop * BLOCK)
+        size, sinks = self.heap.layout.block_size, self.runtime.policy.sinks
+        stop = min(last.at_tokens - WINDOW, last.retained.stop * size)
+        if (pages := self.runtime.policy.page_selection) is not None:
+            stop -= (stop - sinks) % pages.page_tokens
         total = len(last.retained) * LAYERS - SKIP * last.retained.stop
         each, more = divmod(total, LAYERS - SKIP)
         for layer in range(SKIP, LAYERS):
             kept = each + (layer - SKIP < more)
-            hot = kept * BLOCK - SINKS - (last.retained.stop * BLOCK - stop)
+            hot = kept * size - sinks - (last.retained.stop * size - stop)
             queries = self._asking(request, row, layer)
-            visible[layer, :, SINKS:stop] = False
+            visible[layer, :, sinks:stop] = False
             if self.runtime.policy.name != "exact-topk":
                 token = self.retrieval.hot_tokens(request.name, layer)
                 assert token.shape[1] == hot
                 assert all(len(set(head)) == hot for head in token.tolist())
-                visible[layer].scatter_(1, token + SINKS, True)
+                visible[layer].scatter_(1, token + sinks, True)
                 continue
             for head in range(KV_HEADS):
                 group = queries[:, head * GROUP : (head + 1) * GROUP].flatten(0, 1)
-                keys = self._on_host(request.keys[layer, head, SINKS:stop])
+                keys = self._on_host(request.keys[layer, head, sinks:stop])
                 logits = group @ keys.T * SCALE
                 worth = logits.softmax(-1).sum(0)
-                visible[layer, head, worth.topk(hot).indices + SINKS] = True
+                visible[layer, head, worth.topk(hot).indices + sinks] = True
         return visible
 
     def _cached(self, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,10 +162,12 @@ class RetrievingEngine(FakeEngine):
         if self.retrieval.tier.quantized is None or state is None:
             return exact
         cached = exact[0].clone(), exact[1].clone()
+        sinks = self.runtime.policy.sinks
         for layer, count in state.hot.items():
             slots = self.retrieval._hot_slots.hot_set(layer)
             hot = (state.slot_index, slice(None), slice(0, count))
-            token = (slots.token[hot] + SINKS)[..., None].expand(-1, -1, HEAD_DIM)
+            token = self.retrieval.hot_tokens(request.name, layer) + sinks
+            token = token[..., None].expand(-1, -1, HEAD_DIM)
             places = slots.page[hot].flatten(), slots.slot[hot].flatten()
             rows = gather_tokens(self.heap.kv, *places)
             for part, row in zip(cached, rows, strict=True):
@@ -209,6 +215,7 @@ def engine(
     name: str,
     fp8: Fp8 | None = None,
     kind: type[RetrievingEngine] = RetrievingEngine,
+    block: int = BLOCK,
     **settings: Any,
 ) -> Any:
     """An engine of a kind under a retriever with small budgets."""
@@ -216,4 +223,4 @@ def engine(
     if "page_tokens" in get_policy_class(name).model_fields:
         base["page_tokens"] = 3
     config = {"name": name, "budget": 9, **base, **settings}
-    return kind(config, BLOCK, BLOCKS, fp8=fp8)
+    return kind(config, block, BLOCKS, fp8=fp8)

@@ -32,6 +32,7 @@ from vllm_kvplugins.engine.step_extension import Traffic
 from vllm_kvplugins.ops.device import AsyncHostCopy
 from vllm_kvplugins.ops.hot_set import HostPages, HotSet, fill_hot
 from vllm_kvplugins.ops.layout import PagedKV, PageLayout
+from vllm_kvplugins.policies import icecache
 
 SETTINGS = {"budget": 12, "sinks": 2, "window": 8, "skip_layers": 1}
 SETTINGS |= {"host_memory": 1 << 20, "page_tokens": 4}
@@ -60,10 +61,12 @@ def gpu() -> Iterator[SimulatedGPU]:
         assert not simulated.host.pinned
 
 
-def lived(life: Life) -> tuple[list[torch.Tensor], Traffic]:
+def lived(
+    life: Life, tokens: int = PROMPTS["short"] + 3 * ANSWER
+) -> tuple[list[torch.Tensor], Traffic]:
     """Page tables of two requests, final cache contents, and fetched tokens."""
     tables = []
-    while life.computed["short"] < PROMPTS["short"] + 3 * ANSWER:
+    while life.computed["short"] < tokens:
         tables += life.step(life.rows())
     retrieval = life.retrieval
     retrieval._wait_for_pending()
@@ -94,6 +97,28 @@ def test_direct_is_staged(policy: dict[str, Any]):
     assert traffic["staged"] == traffic["direct"]
     assert traffic["staged"].fetched > 0
     assert waits["staged"] == waits["direct"]
+
+
+@pytest.mark.parametrize("prefetch", ["off", "step"])
+def test_whole_pages_are_read_directly(monkeypatch, prefetch: str):
+    """Also those that the host puts in order while earlier reads are pending."""
+    monkeypatch.setattr(icecache, "_STORED_SEGMENT", 32)
+    prompts = {"long": 180, "short": 150}
+    settings = {"fetch": "pages", "sinks": 8, "prefetch": prefetch}
+    policy = configure("icecache", SETTINGS | settings | {"page_tokens": 16})
+    results = {}
+    for how in ("staged", "direct"):
+        with on(CUDA) as gpu:
+            life = Life(policy | {"host_fetch": how}, CUDA, block=8, prompts=prompts)
+            results[how], traffic = lived(life, 150 + 6 * ANSWER)
+            assert traffic.fetched > 0
+            assert life.retrieval.moved_tokens > 0
+            assert (gpu.host.fetches > 20) == (how == "direct")
+            life.runtime.forget(list(prompts))
+            life.runtime.check_integrity()
+            gpu.host.finish()
+            life.runtime.unbind_heap()
+    same(results["staged"], results["direct"])
 
 
 @pytest.mark.parametrize("name", ["exact-topk", "icecache"])

@@ -44,6 +44,7 @@ from vllm_kvplugins.ops import torch_ops
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
+from vllm_kvplugins.policies import icecache
 from vllm_kvplugins.sessions import stored_pages
 from vllm_kvplugins.sessions.transfer import PendingSave, Transfer
 
@@ -54,6 +55,8 @@ RETRIEVERS += [configure("icecache", RETRIEVERS[0] | {"host_dtype": "int8"})]
 RETRIEVERS += [configure("icecache", RETRIEVERS[0] | {"lazy_index": True})]
 
 
+PAGES = {"fetch": "pages", "sinks": 8, "page_tokens": 16}
+LONG_PROMPTS = {"long": 180, "short": 150}
 OF_FP8 = [policy for policy in RETRIEVERS if "host_dtype" not in policy]
 
 
@@ -97,6 +100,40 @@ def test_retrieval_on_a_gpu_is_that_on_a_cpu(
     if policy.get("prefetch", "off") == "off":
         assert late
         assert all(len(waits) <= layers for waits in late), late
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"host_dtype": "int8"}, {"prefetch": "step"}], ids=str
+)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_whole_pages_on_a_gpu_are_those_on_a_cpu(
+    monkeypatch, more: dict[str, Any], fp8: bool
+):
+    """Contents of the cache, also after tokens have moved on the host."""
+    if fp8 and more.get("host_dtype"):
+        pytest.skip("refused: fp8 elements are not quantized again")
+    monkeypatch.setattr(icecache, "_STORED_SEGMENT", 32)
+    methods = ("_fetch_ahead", "forget", "detach")
+    without_inference_mode(
+        monkeypatch, *((RetrievalController, name) for name in methods)
+    )
+    policy = configure("icecache", RETRIEVERS[0] | PAGES | more)
+    contents, fetched = {}, {}
+    for device in (torch.device("cpu"), CUDA):
+        with on(device):
+            life = Life(policy, device, fp8=fp8, block=8, prompts=LONG_PROMPTS)
+            while life.computed["short"] < LONG_PROMPTS["short"] + 6 * ANSWER:
+                life.step(life.rows())
+            retrieval = life.retrieval
+            retrieval._wait_for_pending()
+            assert retrieval.moved_tokens > 0
+            fetched[device.type] = retrieval.take_traffic()
+            life.runtime.forget(list(LONG_PROMPTS))
+            assert retrieval.tier.num_free == len(retrieval.tier.pages)
+        contents[device.type] = numbers(life.heap.pages)
+    torch.testing.assert_close(contents["cuda"], contents["cpu"], rtol=0, atol=0)
+    assert fetched["cpu"] == fetched["cuda"]
+    assert fetched["cpu"].fetched > 0
 
 
 def test_keys_that_wait_for_their_index_are_not_pinned(monkeypatch):

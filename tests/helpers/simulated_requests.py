@@ -51,6 +51,8 @@ class Life:
     Args:
         draft_layers: of a drafter with twice the KV heads; 0: there is no drafter.
         fp8: whether the elements of the cache are fp8, with another scale per layer.
+        block: slots per page.
+        prompts: tokens of each request's prompt.
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class Life:
         device: torch.device,
         draft_layers: int = 0,
         fp8: bool = False,
+        block: int = BLOCK,
+        prompts: dict[str, int] = PROMPTS,
     ) -> None:
         print("seed", SEED)
         self.device = device
         rng = torch.Generator().manual_seed(SEED)
         self.rng = rng
-        layout = PageLayout.interleaved(BLOCK, HEAD_DIM)
+        layout = PageLayout.interleaved(block, HEAD_DIM)
         shape = (LAYERS * BLOCKS * KV_HEADS, layout.page_elems)
         pages = torch.randn(shape, generator=rng)
         elements = None
@@ -85,7 +89,7 @@ class Life:
         element_bytes = 1 if fp8 else 4
         token_bytes = 2 * LAYERS * KV_HEADS * HEAD_DIM * element_bytes
         geometry = Geometry(
-            BLOCK, LAYERS, KV_HEADS, token_bytes, HEAD_DIM, element_bytes
+            block, LAYERS, KV_HEADS, token_bytes, HEAD_DIM, element_bytes
         )
         self.runtime = PolicyRuntime(parse_policy(policy), geometry)
         rotary = make_rotary(HEAD_DIM)
@@ -107,12 +111,12 @@ class Life:
             draft_heap=self.draft_heap,
             output_weights=[lambda: weights] * LAYERS,
         )
-        self.prompts = dict(PROMPTS)
-        self.computed = dict.fromkeys(PROMPTS, 0)
+        self.prompts = dict(prompts)
+        self.computed = dict.fromkeys(prompts, 0)
         self.turns: dict[str, tuple[int, ...]] = {}
         order = (torch.randperm(BLOCKS - 1, generator=rng) + 1).int()
-        self.tables = dict(zip(PROMPTS, order.split(WIDTH), strict=True))
-        for name, prompt in PROMPTS.items():
+        self.tables = dict(zip(prompts, order.split(WIDTH), strict=True))
+        for name, prompt in prompts.items():
             turns = self.runtime.policy.turns
             ends = turns is not None and turns.history_only
             self.turns[name] = (prompt - 3,) if ends else ()

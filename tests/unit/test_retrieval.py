@@ -14,7 +14,7 @@ from fake_engine import GROUP, KV_HEADS
 from retrieving_engine import BLOCK, RETRIEVERS, SINKS, SKIP, answered, engine
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.errors import KVPolicyError, codes_in
+from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.index import Keys
 from vllm_kvplugins.index.compiled import CompiledIndex
 from vllm_kvplugins.plan.geometry import Geometry
@@ -151,14 +151,8 @@ def test_codes_find_what_the_tree_finds():
     fake.check_idle()
 
 
-def test_codes_have_no_pages_to_fetch():
-    with pytest.raises(KVPolicyError) as caught:
-        parse_policy({"name": "icecache", "index": "codes", "fetch": "pages"})
-    assert codes_in(str(caught.value)) == ("KVP140",)
-
-
-def test_icecache_fetches_whole_pages_if_told_to():
-    fake = engine("icecache", fetch="pages")
+def test_icecache_fetches_pages_of_the_tree_if_told_to():
+    fake = engine("icecache", index="dci", fetch="pages")
     request = fake.add("r", 43, 40)
     while not request.done:
         fake.step({"r": 11})

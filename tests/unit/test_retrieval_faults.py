@@ -174,10 +174,10 @@ def test_what_is_being_fetched_is_not_freed(monkeypatch):
 
     gate = threading.Event()
 
-    def slow_fill(*arguments: Any) -> torch.Tensor:
+    def slow_fill(*arguments: Any, **more: Any) -> torch.Tensor:
         assert gate.wait(30)
         arrived.append(1)
-        return fill(*arguments)
+        return fill(*arguments, **more)
 
     for name in ("a", "b"):
         fake.add(name, 43, 30)

@@ -240,6 +240,39 @@ def test_torch_fills_the_same_slots(random, monkeypatch):
     assert filled[0][1].equal(filled[1][1])
 
 
+@needs_extension
+def test_whole_pages_are_fetched_by_both_backends(random, monkeypatch):
+    """Twelve hot slots hold a page and a half: pages of eight tokens."""
+    results = []
+    for backend in ("auto", "torch"):
+        monkeypatch.setenv("KVP_OPS", backend)
+        scene = Scene(torch.Generator().manual_seed(1), torch.float32)
+        scene.token = torch.tensor([[[3], [-1]], [[9], [0]], [[1], [2]]])
+        scene.counts = torch.tensor([1, 1, 0])
+        scene.page, scene.slot = scene.page[..., :8], scene.slot[..., :8]
+        hot = ops.HotSet(
+            scene.token, scene.page.contiguous(), scene.slot.contiguous(), scene.counts
+        )
+        copied = hot_set.fill_hot(
+            scene.kv,
+            ops.HostPages(scene.tier.pages, scene.view.table),
+            torch.tensor([[[3], [5]], [[2], [0]], [[4], [4]]]),
+            torch.arange(3),
+            hot,
+            whole_pages=True,
+        )
+        assert copied.tolist() == [1, 1, 0]
+        assert scene.token.flatten().tolist() == [3, 5, 2, 0, 1, 2]
+        for entry, head, page in ((0, 1, 5), (1, 0, 2)):
+            spot = scene.page[entry, head], scene.slot[entry, head]
+            keys, values = ops.gather_tokens(scene.kv, *spot)
+            right = scene.keys[entry][head, page * 8 : page * 8 + 8]
+            assert keys.equal(right)
+            assert values.equal(-right)
+        results.append(scene.heap)
+    assert results[0].equal(results[1])
+
+
 @pytest.mark.parametrize("backend", ["compiled", "torch"])
 def test_swaps_are_what_a_fill_copies(random, monkeypatch, backend):
     """For heaps that the host cannot write: rows to copy, and their targets."""

@@ -76,6 +76,41 @@ class KeyIndex(ABC):
         return 0
 
 
+class PageIndex(KeyIndex):
+    """A :class:`KeyIndex` that also selects whole pages of :data:`PAGE_TOKENS` keys.
+
+    Row r of a KV head is the place of a key in the order of pages; page p has rows
+    ``PAGE_TOKENS * p`` and later. The engine stores keys and values in the order of
+    rows, so that a page is copied at once. A key changes its row at most once.
+    """
+
+    @abstractmethod
+    def select_pages(
+        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
+    ) -> torch.Tensor:
+        """The full pages that some queries attend to most.
+
+        Args:
+            queries, scale: see :meth:`select`.
+            keys: the memory of the appended keys, in the order of rows.
+            count: pages per KV head.
+
+        Returns:
+            int64 [num_kv_heads, count] page numbers, distinct in each row, best first;
+            -1 only where there are fewer full pages.
+        """
+
+    @abstractmethod
+    def order(self, first: int) -> torch.Tensor:
+        """int64 [num_kv_heads, n]: the tokens of rows ``first``, ``first + 1``, ...
+        that are in the order of pages for good; rows behind them are in the order of
+        arrival."""
+
+
+# Tokens per page of a PageIndex.
+PAGE_TOKENS = 8
+
+
 class TopKeys(NamedTuple):
     """The best keys of every query, best first; equal scores by ascending slot.
 

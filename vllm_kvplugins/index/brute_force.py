@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from vllm_kvplugins.index.compiled import CompiledIndex, extension_problem
+from vllm_kvplugins.index import scan
+from vllm_kvplugins.index.base import PageIndex
+from vllm_kvplugins.index.compiled import (
+    CompiledIndex,
+    extension_problem,
+    select_pages_compiled,
+)
 from vllm_kvplugins.index.keys import Keys
 
 
-class BruteForceIndex(CompiledIndex):
+class BruteForceIndex(CompiledIndex, PageIndex):
     """Exact scan of all keys with the interface of an index; the tree's oracle.
 
     Pages are runs of ``page_size`` slots in the order of insertion. ``max_visits`` is
@@ -54,6 +60,18 @@ class BruteForceIndex(CompiledIndex):
                 "norm exceeds 1e18; nothing was added"
             )
         self._torch_keys += count
+
+    def select_pages(
+        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
+    ) -> torch.Tensor:
+        """See :meth:`PageIndex.select_pages`; rows are in the order of arrival."""
+        if self._torch_keys is None:
+            return select_pages_compiled([self], queries, keys, scale, count)
+        return scan.pages_in_torch(self._torch_keys, queries, keys, scale, count)
+
+    def order(self, first: int) -> torch.Tensor:
+        """None: rows stay where they are."""
+        return torch.empty(self.num_heads, 0, dtype=torch.int64)
 
     def places(self, first: int = 0) -> torch.Tensor:
         """See :meth:`CompiledIndex.places`."""

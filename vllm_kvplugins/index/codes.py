@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from vllm_kvplugins.index.compiled import CompiledIndex, require_extension
+import torch
+
+from vllm_kvplugins.index.base import PageIndex
+from vllm_kvplugins.index.compiled import (
+    CompiledIndex,
+    require_extension,
+    select_pages_compiled,
+)
+from vllm_kvplugins.index.keys import Keys
 
 
-class CodedIndex(CompiledIndex):
+class CodedIndex(CompiledIndex, PageIndex):
     """Finds keys by codes of one byte per dimension.
 
     A query scores codes: those of all keys while there are fewer than ``flat_keys``,
@@ -22,6 +30,8 @@ class CodedIndex(CompiledIndex):
             unless the query states its own; 0 scores all keys exactly.
         segment: keys that are divided into pages together, a multiple of sixteen. Above
             32K keys, segments are merged when at least 256 keys are added at once.
+        stored: whether the engine stores keys in the order of rows. Segments are then
+            not merged, so that a key moves once. A page of codes is two stored pages.
         flat_keys: number of keys below which codes are not divided into pages.
 
     Raises:
@@ -42,6 +52,7 @@ class CodedIndex(CompiledIndex):
         max_visits: int = 1024,
         segment: int = 2048,
         flat_keys: int = 4096,
+        stored: bool = False,
     ) -> None:
         require_extension("CodedIndex")
         super().__init__(
@@ -56,5 +67,12 @@ class CodedIndex(CompiledIndex):
             False,
             segment,
             flat_keys,
+            stored,
         )
         self.default_visits = max_visits
+
+    def select_pages(
+        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
+    ) -> torch.Tensor:
+        """See :meth:`PageIndex.select_pages` and :func:`select_pages_compiled`."""
+        return select_pages_compiled([self], queries, keys, scale, count)

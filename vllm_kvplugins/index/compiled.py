@@ -114,6 +114,10 @@ class CompiledIndex(KeyIndex):
         """int64 [heads, num_keys - first]: places of slots ``first`` and later."""
         return call_compiled("index_places", self.handle, first)
 
+    def order(self, first: int) -> torch.Tensor:
+        """See :meth:`PageIndex.order`; no rows unless the index has such pages."""
+        return call_compiled("index_order", self.handle, first)
+
     def check_integrity(self, keys: Keys) -> None:
         """Raise AssertionError if the structure of the index is damaged.
 
@@ -274,6 +278,45 @@ def select_compiled(
         keys.by_page,
         max(index.default_visits for index in indexes),
         min(index.visit_ratio for index in indexes),
+        scale,
+        count,
+    )
+
+
+def select_pages_compiled(
+    indexes: Sequence[CompiledIndex],
+    queries: torch.Tensor,
+    keys: Keys,
+    scale: float,
+    count: int,
+) -> torch.Tensor:
+    """The pages that all queries of a KV head together attend to most, in one call.
+
+    Every query distributes one vote over the keys that it scores, by its softmax. A
+    page has the votes of its keys.
+
+    Args:
+        indexes: one per request, of the same heads and head_dim; no trees.
+        queries, scale: see :func:`select_compiled`.
+        keys: the memory of all requests' indexed keys, in the order of pages.
+        count: pages per KV head.
+
+    Returns:
+        int64 [requests, heads, count], without the dimension of requests if queries
+        lack it; see :meth:`PageIndex.select_pages`.
+
+    Raises:
+        ValueError: as :func:`select_compiled`.
+
+    Cost: that of :func:`select_compiled`.
+    """
+    return call_compiled(
+        "index_select_pages",
+        _as_tensor(tuple(index.handle for index in indexes)),
+        queries.contiguous(),
+        keys.data,
+        keys.table,
+        max(index.default_visits for index in indexes),
         scale,
         count,
     )

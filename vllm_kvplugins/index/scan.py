@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_kvplugins.index.base import KeyIndex, Pages, TopKeys
+from vllm_kvplugins.index.base import PAGE_TOKENS, PageIndex, Pages, TopKeys
 from vllm_kvplugins.index.keys import Keys
 
 
-class ExactScan(KeyIndex):
+class ExactScan(PageIndex):
     """Scores all keys in torch. Never fails, for any values of the keys; the engine
     uses it where another index has failed.
 
@@ -35,6 +35,16 @@ class ExactScan(KeyIndex):
     ) -> torch.Tensor:
         """The tokens with the largest attention, summed over the group."""
         return scan_in_torch([self._num_tokens], queries[None], keys, scale, count)[0]
+
+    def select_pages(
+        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
+    ) -> torch.Tensor:
+        """See :meth:`PageIndex.select_pages`; the rows have the engine's order."""
+        return pages_in_torch(self._num_tokens, queries, keys, scale, count)
+
+    def order(self, first: int) -> torch.Tensor:
+        """None: rows stay where they are."""
+        return torch.empty(0, 0, dtype=torch.int64)
 
 
 def scan_in_torch(
@@ -72,6 +82,30 @@ def scan_in_torch(
         selected = min(count, tokens)
         chosen[request, :, :selected] = best[:, :selected]
     return chosen
+
+
+def pages_in_torch(
+    num_keys: int, queries: torch.Tensor, keys: Keys, scale: float, count: int
+) -> torch.Tensor:
+    """The full pages with the largest attention of one request.
+
+    Args:
+        num_keys, queries, keys, scale, count: see :meth:`PageIndex.select_pages`; keys
+            and queries as for :func:`scan_in_torch`.
+
+    Returns:
+        int64 [heads, count], best first, of equal pages the lower number; -1 where
+        there are fewer.
+
+    Cost: that of :func:`scan_in_torch`.
+    """
+    own = keys.gather()[0, :, :num_keys].float()
+    logits = queries.float() @ own.transpose(1, 2)
+    attention = logits.mul_(scale).softmax(-1).sum(1)
+    full = num_keys // PAGE_TOKENS
+    votes = attention[:, : full * PAGE_TOKENS].unflatten(1, (full, PAGE_TOKENS)).sum(2)
+    chosen = votes.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return torch.nn.functional.pad(chosen, (0, count - chosen.shape[1]), value=-1)
 
 
 def topk(queries: torch.Tensor, keys: torch.Tensor, k: int) -> TopKeys:

@@ -46,7 +46,12 @@ class HotSet:
         token: int64 [entries, heads, width], number of the host token in each hot
             slot; updated by :func:`fill_hot`.
         page, slot: int64 [entries, heads, width], the hot slots in the heap.
-        counts: int64 [entries], how many of the ``width`` slots are in use.
+        counts: int64 [entries], how many of the ``width`` tokens are in use.
+
+    Where whole host pages are fetched, ``token`` has the entries of pages in
+    ``HostPages.table``, or -1 for slots with other tokens. ``page`` and ``slot`` then
+    have ``page_tokens`` slots for each, next to each other: they are ``page_tokens``
+    times as wide.
     """
 
     token: torch.Tensor
@@ -66,6 +71,7 @@ def fill_hot(
     wanted: torch.Tensor,
     slot_indices: torch.Tensor,
     hot: HotSet,
+    whole_pages: bool = False,
 ) -> torch.Tensor:
     """Replace hot tokens that are not wanted by wanted tokens.
 
@@ -86,9 +92,11 @@ def fill_hot(
             ignored, and so are entries beyond a request's count.
         slot_indices: int64 [requests], the entry of ``hot`` of each request, distinct.
         hot: the hot slots; its tokens are updated.
+        whole_pages: ``wanted`` has entries of the host table instead of tokens; see
+            :class:`HotSet`. A page is copied at once.
 
     Returns:
-        int64 [requests], tokens copied, over all heads.
+        int64 [requests], tokens, or pages, copied, over all heads.
 
     Raises:
         ValueError: a shape or dtype does not fit, or a token, page or slot does not
@@ -110,11 +118,15 @@ def fill_hot(
             wanted,
             slot_indices,
             *hot.tensors,
+            whole_pages,
         )
-    moves, copied = swap_hot(host, wanted, slot_indices, hot)
-    rows, count = host.pages.view(-1, host.pages.shape[3]), moves.shape[1]
-    if count == 0:
+    moves, copied = swap_hot(host, wanted, slot_indices, hot, whole_pages)
+    if moves.shape[1] == 0:
         return copied
+    if whole_pages and host.reads is None and host.quantized is None:
+        _copy_whole_pages(kv, host, moves)
+        return copied
+    rows, count = host.pages.view(-1, host.pages.shape[3]), moves.shape[1]
     if host.reads is not None:
         assert host.quantized is None, "a GPU reads no quantized rows"
         keys, values, to_page, to_slot = moved(moves, heap.device)
@@ -133,42 +145,67 @@ def fill_hot(
     return copied
 
 
+def _copy_whole_pages(kv: PagedKV, host: HostPages, moves: torch.Tensor) -> None:
+    """Copy host pages to a GPU in one transfer, each gathered at once.
+
+    Args:
+        moves: int64 [4, n], see :func:`swap_hot`.
+    """
+    heap, (_, _, size, dim) = kv.pages, host.pages.shape
+    device, count = heap.device, moves.shape[1] // size
+    staged = staging(count, 2 * size * dim, dtype=heap.dtype, device=device)
+    copy_pages(staged, None, host.pages.flatten(1), moves[0, ::size] // (2 * size))
+    pages = staged.to(device, non_blocking=True).view(count, 2, size, dim)
+    to_page, to_slot = moved(moves[2:], device)
+    keys, values = pages.transpose(0, 1).flatten(1, 2)
+    scatter_tokens(kv, to_page, to_slot, keys, values)
+
+
 def swap_hot(
     host: HostPages,
     wanted: torch.Tensor,
     slot_indices: torch.Tensor,
     hot: HotSet,
+    whole_pages: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The copies that :func:`fill_hot` would make. Updates ``hot``, copies nothing.
 
     Args:
-        host, wanted, slot_indices, hot: see :func:`fill_hot`.
+        host, wanted, slot_indices, hot, whole_pages: see :func:`fill_hot`.
 
     Returns:
         int64 [4, n]: rows of the host pages, seen as ``[host_pages * 2 * page_tokens,
         head_dim]``, that hold keys, rows that hold values, and the pages and slots
-        where they go; int64 [requests], how many of the n each request has.
+        where they go; int64 [requests], how many tokens, or pages, of each request.
 
     Raises:
         ValueError: an argument does not fit.
     """
     if compiled_for(host.pages.device)[0]:
         moves, copied = call_compiled(
-            "swap_hot", host.pages, host.table, wanted, slot_indices, *hot.tensors
+            "swap_hot",
+            host.pages,
+            host.table,
+            wanted,
+            slot_indices,
+            *hot.tensors,
+            whole_pages,
         )
         return moves, copied
     copied, parts = torch.zeros_like(slot_indices), [slot_indices.new_empty(4, 0)]
+    unit = host.pages.shape[2] if whole_pages else 1
     for request, slot_index in enumerate(slot_indices.tolist()):
-        at = (slot_index, slice(None), slice(0, int(hot.counts[slot_index])))
+        count = int(hot.counts[slot_index])
+        slots = (slot_index, slice(None), slice(0, count * unit))
         moves = _swap_one(
             host.pages.shape[2],
             host.table[request],
-            wanted[request, :, : int(hot.counts[slot_index])],
-            hot.token[at],
-            hot.page[at],
-            hot.slot[at],
+            wanted[request, :, :count],
+            hot.token[slot_index, :, :count],
+            hot.page[slots].unflatten(1, (count, unit)),
+            hot.slot[slots].unflatten(1, (count, unit)),
         )
-        copied[request] = moves.shape[1]
+        copied[request] = moves.shape[1] // unit
         parts.append(moves)
     return torch.cat(parts, 1), copied
 
@@ -181,23 +218,32 @@ def _swap_one(
     page: torch.Tensor,
     slot: torch.Tensor,
 ) -> torch.Tensor:
-    """The moves of one request, int64 [4, n]; updates ``token``."""
+    """The moves of one request, int64 [4, n]; updates ``token``.
+
+    Args:
+        page, slot: int64 [heads, count, tokens per entry of ``wanted`` and ``token``].
+    """
+    unit = page.shape[2]
     heads = wanted.shape[0]
-    # The last entry stands for -1.
-    is_hot = torch.zeros(heads, table.shape[1] * page_tokens + 1, dtype=torch.bool)
+    # The last entry stands for -1, which nobody wants.
+    num_units = table.shape[1] * page_tokens // unit
+    is_hot = torch.zeros(heads, num_units + 1, dtype=torch.bool)
     is_wanted = is_hot.clone()
-    is_hot.scatter_(1, token, True)
+    held = token.where(token >= 0, num_units)
+    is_hot.scatter_(1, held, True)
     is_hot[:, -1] = True
-    entry = wanted.where(wanted >= 0, is_hot.shape[1] - 1)
+    entry = wanted.where(wanted >= 0, num_units)
     is_wanted.scatter_(1, entry, True)
+    is_wanted[:, -1] = False
     missing = ~is_hot.gather(1, entry)
-    replaced = ~is_wanted.gather(1, token)
+    replaced = ~is_wanted.gather(1, held)
     replaced &= replaced.cumsum(1) <= missing.sum(1, keepdim=True)
     row, rank = missing.nonzero(as_tuple=True)
     out_row, out = replaced.nonzero(as_tuple=True)
     fetched = wanted[row, rank]
-    source = table[row, fetched // page_tokens] * 2 * page_tokens
-    source += fetched % page_tokens
+    first = (fetched * unit)[:, None] + torch.arange(unit)
+    source = table[row[:, None], first // page_tokens] * 2 * page_tokens
+    source += first % page_tokens
     token[out_row, out] = fetched
     places = page[out_row, out], slot[out_row, out]
-    return torch.stack([source, source + page_tokens, *places])
+    return torch.stack([source, source + page_tokens, *places]).flatten(1)

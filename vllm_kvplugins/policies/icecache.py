@@ -16,12 +16,17 @@ from vllm_kvplugins.index import (
     DeviceSelection,
     KeyIndex,
     Keys,
+    PageSelection,
 )
 from vllm_kvplugins.index.compiled import extension_problem
 from vllm_kvplugins.policies.retrieval import (
     Retriever,
     tokens_of_pages,
 )
+
+# Keys that are divided into stored pages together: near each other in the text, they
+# make better pages than in larger segments (docs/research/retrieval.md).
+_STORED_SEGMENT = 512
 
 
 class TreePages(KeyIndex):
@@ -77,7 +82,10 @@ class IceCache(Retriever):
       then takes no part in a decode step.
     - The budget is spent on the keys that the index finds. The paper fetches their
       whole pages, so neighbors fill most of the budget. ``fetch: "pages"`` does the
-      same with the tree; it cuts the last page so that the hot slots are exactly full.
+      same: host memory has eight similar tokens next to each other, which are copied
+      at once, and the pages with the most attention are fetched. A token moves once,
+      when its 512 neighbors have arrived. With the tree, which moves nothing, tokens
+      are copied one by one, and the last page is cut so that the hot slots are full.
 
     Cost: per step and selecting layer, about ``max_visits`` products of keys and
     queries. Per prompt, building the indices.
@@ -91,10 +99,9 @@ class IceCache(Retriever):
     index: Literal["auto", "dci", "codes", "device"] = Field(
         default="auto",
         description="How to find keys: the tree of the paper (dci); one-byte codes, "
-        "scanned below 4096 tokens and in pages of similar keys above (codes); "
-        "codes unless pages are fetched, which are the tree's (auto); or one-byte "
-        "codes of all keys on the GPU, which selects and fetches without the host "
-        "(device; needs host_memory, and device memory in proportion to it).",
+        "scanned below 4096 tokens and in pages of similar keys above (codes, auto); "
+        "or one-byte codes of all keys on the GPU, which selects and fetches without "
+        "the host (device; needs host_memory, and device memory in proportion to it).",
     )
     page_tokens: int = Field(
         default=16, ge=1, description="Maximum number of tokens per page of the tree."
@@ -107,8 +114,8 @@ class IceCache(Retriever):
     )
     fetch: Literal["tokens", "pages"] = Field(
         default="tokens",
-        description="What to fetch: the best keys (tokens), or their whole pages as in "
-        "the paper (pages).",
+        description="What to fetch: the best keys (tokens), or whole pages of similar "
+        "keys, each with one copy (pages: finds less; with index dci as in the paper).",
     )
     max_visits: int = Field(
         default=1024,
@@ -137,15 +144,26 @@ class IceCache(Retriever):
                     "exact-topk",
                 )
             )
-        if self.index == "codes" and self.fetch == "pages":
-            reasons.append(
-                coded(
-                    "KVP140",
-                    "fetch 'pages' needs the pages of the tree, and index is 'codes'; "
-                    "set index to 'dci' or fetch to 'tokens'",
-                )
-            )
+        if self.page_selection is not None:
+            reasons += self._page_problems(self.page_selection.page_tokens)
         return reasons
+
+    def _page_problems(self, page_tokens: int) -> Iterator[str]:
+        """Settings that do not go with pages that are stored together."""
+        if self.sinks % page_tokens:
+            yield coded(
+                "KVP140",
+                f"fetch 'pages' needs sinks that are a multiple of {page_tokens}, the "
+                f"tokens of a page, and sinks is {self.sinks}; set it to such a "
+                "number, or fetch to 'tokens'",
+            )
+        if self.reuse_every > 1:
+            yield coded(
+                "KVP140",
+                "fetch 'pages' needs the pages of each layer, and reuse_every "
+                f"{self.reuse_every} lets layers reuse those of another; set "
+                "reuse_every to 1, or fetch to 'tokens'",
+            )
 
     def _device_problems(self) -> Iterator[str]:
         """Settings that do not go with ``index: "device"``."""
@@ -176,6 +194,12 @@ class IceCache(Retriever):
         return DeviceSelection(self.host_page_tokens, "index 'device'", "index 'auto'")
 
     @property
+    def page_selection(self) -> PageSelection | None:
+        if self.fetch != "pages" or self.index not in ("auto", "codes"):
+            return None
+        return PageSelection(_STORED_SEGMENT)
+
+    @property
     def index_share(self) -> float:
         """Of keys and values with 64 channels; less with more channels.
 
@@ -191,7 +215,16 @@ class IceCache(Retriever):
     def new_index(self, num_kv_heads: int, head_dim: int) -> KeyIndex:
         if self.index == "device":
             return CodeScan(num_kv_heads, head_dim)
-        if self.index == "codes" or (self.index == "auto" and self.fetch == "tokens"):
+        if self.page_selection is not None:
+            return CodedIndex(
+                num_kv_heads,
+                head_dim,
+                max_visits=self.max_visits,
+                segment=_STORED_SEGMENT,
+                flat_keys=_STORED_SEGMENT,
+                stored=True,
+            )
+        if self.index in ("auto", "codes"):
             return CodedIndex(num_kv_heads, head_dim, max_visits=self.max_visits)
         tree = DCIIndex(
             num_kv_heads,

@@ -29,6 +29,7 @@ from vllm_kvplugins.index import (
     DeviceSelection,
     KeyIndex,
     Keys,
+    PageSelection,
     select,
 )
 from vllm_kvplugins.ops.quantized_rows import BITS, QuantizedRows
@@ -190,8 +191,11 @@ class Retriever(KVCachePolicy):
         """Maximum size of the index, relative to bfloat16 keys and values."""
         return 0.0
 
-    # Tokens per page of host memory.
-    host_page_tokens: ClassVar[int] = 16
+    @property
+    def host_page_tokens(self) -> int:
+        """Tokens per page of host memory."""
+        pages = self.page_selection
+        return 16 if pages is None else pages.page_tokens
 
     def host_bytes(self, tokens: int, geometry: Geometry) -> int:
         """Keys and values as they lie in host memory, and the index."""
@@ -233,6 +237,16 @@ class Retriever(KVCachePolicy):
 
         The device then scores codes of all keys, and neither ``new_index`` nor
         ``select`` is called.
+        """
+        return None
+
+    @property
+    def page_selection(self) -> PageSelection | None:
+        """How whole pages are fetched, which host memory holds in the order of the
+        indices; None: single tokens.
+
+        ``new_index`` and ``scan`` then return a ``PageIndex``, and ``select`` is not
+        called. ``sinks`` must be a multiple of the tokens of a page.
         """
         return None
 
@@ -303,6 +317,8 @@ class Retriever(KVCachePolicy):
         prompt_tokens, size = lengths.prompt_tokens, geometry.block_size
         full = prompt_tokens // size
         hot = self.budget.resolve(prompt_tokens, geometry.kv_bytes_per_token)
+        if self.page_selection is not None:
+            hot = max(hot, self.page_selection.page_tokens)
         keep = -(-(self.sinks + hot + self.window) // size)
         decoding = DecodeCompaction(
             first_at_block=max(full, keep) + self.age_blocks,
@@ -363,9 +379,11 @@ class Retriever(KVCachePolicy):
             tokens: number of tokens in the cache at the compaction.
             before_tail: number of them before the tail.
         """
-        return range(
-            self.sinks, max(min(tokens - self.window, before_tail), self.sinks)
-        )
+        stop = max(min(tokens - self.window, before_tail), self.sinks)
+        if self.page_selection is not None:
+            # A page is fetched as a whole, so the others wait in the window.
+            stop -= (stop - self.sinks) % self.page_selection.page_tokens
+        return range(self.sinks, stop)
 
     def rewound(
         self, tokens: int, prompt_tokens: int, geometry: Geometry

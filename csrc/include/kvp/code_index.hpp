@@ -26,6 +26,15 @@
 
 namespace kvp::index {
 
+// Blocks whose keys are scored, and the number of these keys: all but the padding of the
+// last block.
+struct BlockList {
+  const std::int32_t* list;  // null: all blocks
+  std::int64_t count, keys;
+
+  std::int64_t block(std::int64_t i) const { return list != nullptr ? list[i] : i; }
+};
+
 class CodeIndex {
  public:
   static constexpr std::int64_t kSample = 256;
@@ -44,6 +53,8 @@ class CodeIndex {
   const BruteForce& exact() const { return exact_; }
   // Keys that are in pages.
   std::int64_t paged() const { return codes_.paged(); }
+  // The key of a row below paged(); later rows are in the order of arrival.
+  std::int64_t slot_of(std::int64_t row) const { return codes_.slot_of(row); }
 
   bool append(const KeyView& keys, std::int64_t n, std::int64_t* bad_slot) {
     if (!exact_.append(keys, n, bad_slot)) return false;
@@ -101,30 +112,49 @@ class CodeIndex {
   std::int64_t find(const float* queries, std::int64_t group,
                     const QueryOptions& options, std::int64_t wanted,
                     CodeScratch& scratch) const {
-    encode_queries(codes_.space(), queries, group, scratch);
-    const std::int32_t* list = nullptr;
-    std::int64_t blocks = codes_.codes().blocks(), visits = num_keys();
-    if (paged() > 0) {
-      choose_pages(group, std::max(options.max_visits, wanted), scratch);
-      visits = static_cast<std::int64_t>(scratch.blocks.size()) * kCodeBlock +
-               num_keys() - paged();
-      for (std::int64_t b = paged() / kCodeBlock; b < codes_.codes().blocks(); ++b) {
-        scratch.blocks.push_back(static_cast<std::int32_t>(b));
-      }
-      list = scratch.blocks.data();
-      blocks = static_cast<std::int64_t>(scratch.blocks.size());
-    }
-    collect_best(codes_.codes(), group, list, blocks, visits, wanted, scratch);
+    const BlockList listed = score(queries, group, options, wanted, scratch);
+    collect(group, listed.keys, wanted, scratch);
     scratch.slots.resize(scratch.found.size());
     for (std::size_t i = 0; i < scratch.found.size(); ++i) {
       const auto at = static_cast<std::uint32_t>(scratch.found[i]);
       const std::uint32_t entry = at / kCodeBlock;
-      const std::int64_t block = list != nullptr ? list[entry] : entry;
       scratch.slots[i] = static_cast<std::int32_t>(
-          codes_.first_slot(block) +
+          codes_.first_slot(listed.block(entry)) +
           codes_.codes().label(scratch.memory[entry], at % kCodeBlock));
     }
-    return visits;
+    return listed.keys;
+  }
+
+  // Sets scratch.scores [group][scratch.stride] to the scores of the keys of some blocks:
+  // of the best pages and of the blocks behind the last page. Pages behind the last one are
+  // runs of sixteen keys in the order of arrival.
+  //
+  // Args: wanted: keys that each query is to find.
+  BlockList score(const float* queries, std::int64_t group, const QueryOptions& options,
+                  std::int64_t wanted, CodeScratch& scratch) const {
+    encode_queries(codes_.space(), queries, group, scratch);
+    BlockList listed{nullptr, codes_.codes().blocks(), num_keys()};
+    if (paged() > 0) {
+      choose_pages(group, std::max(options.max_visits, wanted), scratch);
+      listed.keys = static_cast<std::int64_t>(scratch.blocks.size()) * kCodeBlock +
+                    num_keys() - paged();
+      for (std::int64_t b = paged() / kCodeBlock; b < codes_.codes().blocks(); ++b) {
+        scratch.blocks.push_back(static_cast<std::int32_t>(b));
+      }
+      listed.list = scratch.blocks.data();
+      listed.count = static_cast<std::int64_t>(scratch.blocks.size());
+    }
+    score_blocks(codes_.codes(), group, listed, scratch);
+    return listed;
+  }
+
+  // logits[i] = query g . key i of the scored blocks, of which there are n keys.
+  static void scored_logits(std::int64_t g, std::int64_t n, const CodeScratch& scratch,
+                            float* logits) {
+    const auto at = static_cast<std::size_t>(g);
+    const float* scores = scratch.scores.data() + g * scratch.stride;
+    const float step = scratch.steps[at], offset = scratch.offsets[at];
+    for (std::int64_t i = 0; i < n; ++i) logits[i] = step * scores[i] + offset;
   }
 
   // logits[i] = query g . key scratch.slots[i], as found by `find`.
@@ -212,8 +242,9 @@ class CodeIndex {
     if (n >= kGroupedPages) {
       const std::int64_t groups = codes_.groups().size(),
                          wanted = std::max(groups / kGroupShare, pages);
-      collect_best(codes_.groups(), group, nullptr, codes_.groups().blocks(), groups,
-                   wanted, scratch);
+      score_blocks(codes_.groups(), group, {nullptr, codes_.groups().blocks(), groups},
+                   scratch);
+      collect(group, groups, wanted, scratch);
       // A group is a block of means. The last block may have no group yet.
       scratch.groups.swap(scratch.found);
       n = static_cast<std::int64_t>(scratch.groups.size()) * kCodeBlock;
@@ -224,7 +255,8 @@ class CodeIndex {
       list = scratch.groups.data();
       blocks = static_cast<std::int64_t>(scratch.groups.size());
     }
-    collect_best(codes_.means(), group, list, blocks, n, pages, scratch);
+    score_blocks(codes_.means(), group, {list, blocks, n}, scratch);
+    collect(group, n, pages, scratch);
     scratch.blocks.swap(scratch.found);
     if (list == nullptr) return;
     for (std::int32_t& page : scratch.blocks) {
@@ -233,17 +265,23 @@ class CodeIndex {
     }
   }
 
-  // Scores the first n rows of the listed blocks. Sets scratch.found to those that are among
-  // the best `enough` of any query, or a little behind.
-  void collect_best(const KeyCodes& codes, std::int64_t group, const std::int32_t* list,
-                    std::int64_t blocks, std::int64_t n, std::int64_t enough,
+  void score_blocks(const KeyCodes& codes, std::int64_t group, const BlockList& listed,
                     CodeScratch& scratch) const {
-    const std::int64_t stride = scratch.stride = blocks * kCodeBlock;
-    scratch.scored = n;
+    const std::int64_t stride = scratch.stride = listed.count * kCodeBlock;
+    scratch.scored = listed.keys;
     float* scores = at_least(scratch.scores, group * stride);
-    const std::uint8_t** memory = at_least(scratch.memory, blocks);
-    codes.point(list, blocks, memory);
-    code_kernels_->score(codes.run(scratch, group, memory, blocks, scores, stride));
+    const std::uint8_t** memory = at_least(scratch.memory, listed.count);
+    codes.point(listed.list, listed.count, memory);
+    code_kernels_->score(
+        codes.run(scratch, group, memory, listed.count, scores, stride));
+  }
+
+  // Sets scratch.found to the scored rows, n, that are among the best `enough` of any
+  // query, or a little behind.
+  void collect(std::int64_t group, std::int64_t n, std::int64_t enough,
+               CodeScratch& scratch) const {
+    const std::int64_t stride = scratch.stride;
+    const float* scores = scratch.scores.data();
     scratch.found.resize(static_cast<std::size_t>(n + kPadding));
     scratch.thresholds.resize(static_cast<std::size_t>(group));
     scratch.counts.resize(static_cast<std::size_t>(group));

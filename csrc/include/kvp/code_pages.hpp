@@ -2,7 +2,8 @@
 //
 // Halves a set of keys again and again, each time at the median along the direction in
 // which the keys vary most, until sixteen are left. All pages are full, so a page is one
-// block of codes. Deterministic: the direction starts at the axis of largest variance,
+// block of codes. Pages whose keys are stored together are halved once more: eight keys are
+// more alike than sixteen, and enough for a copy. Deterministic: the direction starts at the axis of largest variance,
 // equal projections are ordered by row, and all versions of the kernels add eight sums in
 // the same order, without fused multiply-adds.
 #pragma once
@@ -21,6 +22,9 @@
 #endif
 
 namespace kvp::index {
+
+// Keys that are stored next to each other and copied at once: half a page.
+constexpr std::int64_t kStoredKeys = 8;
 
 // Some rows [..][dims] of a matrix; dims is a multiple of eight.
 struct RowSet {
@@ -127,12 +131,16 @@ class PageDivider {
   explicit PageDivider(const DivideKernels& kernels = select_kernels<DivideKernels>())
       : kernels_(kernels) {}
 
-  // Orders rows [n][dims] such that each run of sixteen is a page; rows of a page are
-  // ascending. n is a multiple of sixteen, dims of eight. order[i] is a row in [0, n).
+  // Orders rows [n][dims] such that each run of sixteen is a page, and each run of `smallest`
+  // rows is ascending and has similar keys. n is a multiple of sixteen, dims of eight.
+  // order[i] is a row in [0, n).
+  //
+  // Args: smallest: 16, or 8 (kStoredKeys).
   //
   // Cost: about 5 * n * dims * log2(n / 16) multiply-adds.
   void divide(const float* rows, std::int64_t n, std::int64_t dims,
-              std::vector<std::int32_t>& order) {
+              std::vector<std::int32_t>& order, std::int64_t smallest = kCodeBlock) {
+    smallest_ = smallest;
     rows_ = rows;
     dims_ = dims;
     order.resize(static_cast<std::size_t>(n));
@@ -155,7 +163,7 @@ class PageDivider {
   };
 
   void split(std::int32_t* order, std::int64_t n) {
-    if (n <= kCodeBlock) return;
+    if (n <= smallest_) return;
     const RowSet set{rows_, order, n, dims_};
     find_direction(set);
     kernels_.project(set, direction_.data(), along_.data());
@@ -163,7 +171,9 @@ class PageDivider {
       ranked_[static_cast<std::size_t>(i)] = {along_[static_cast<std::size_t>(i)],
                                               order[i]};
     }
-    const std::int64_t blocks = n / kCodeBlock, left = blocks / 2 * kCodeBlock;
+    // Blocks of codes stay whole.
+    const std::int64_t unit = n > kCodeBlock ? kCodeBlock : smallest_;
+    const std::int64_t left = n / unit / 2 * unit;
     std::nth_element(ranked_.begin(), ranked_.begin() + left, ranked_.begin() + n);
     const Projected first_right = ranked_[static_cast<std::size_t>(left)];
     // Rows keep their order within each half.
@@ -223,7 +233,7 @@ class PageDivider {
 
   const DivideKernels& kernels_;
   const float* rows_ = nullptr;
-  std::int64_t dims_ = 0;
+  std::int64_t dims_ = 0, smallest_ = kCodeBlock;
   std::vector<float> mean_, direction_, next_, along_;
   std::vector<Projected> ranked_;
   std::vector<std::int32_t> upper_;

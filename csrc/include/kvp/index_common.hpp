@@ -32,6 +32,9 @@ struct Settings {
   // number of keys below which all are scanned.
   std::int64_t segment = 2048;
   std::int64_t flat_keys = 4096;
+  // Keys and values are stored in the order of rows. Segments are then not merged, so that
+  // a key moves once, and each half of a page has similar keys.
+  bool stores_pages = false;
 
   std::int64_t projections() const { return composite * simple; }
 };

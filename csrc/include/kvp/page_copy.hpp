@@ -48,6 +48,20 @@ inline void store_row(Element* page, const Plane& plane, std::int64_t slot,
   }
 }
 
+// Plane element (slot + i, d) = rows[i * head_dim + d], for `count` slots.
+template <typename Element>
+inline void store_rows(Element* page, const Plane& plane, std::int64_t slot,
+                       std::int64_t count, std::int64_t block_size,
+                       std::int64_t head_dim, const Element* rows) {
+  if (plane.kind == PlaneKind::kTransposed) {
+    transpose_into(rows, count, head_dim, page + plane.base + slot, block_size);
+    return;
+  }
+  for (std::int64_t i = 0; i < count; ++i) {
+    store_row(page, plane, slot + i, block_size, head_dim, rows + i * head_dim);
+  }
+}
+
 // Plane element (to_slot, d) of `to` = plane element (from_slot, d) of `from`.
 template <typename Element>
 inline void move_row(const Element* from, std::int64_t from_slot, Element* to,

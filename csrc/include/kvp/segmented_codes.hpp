@@ -6,7 +6,8 @@
 //     rows   [ segment 0: pages | segment 1: pages | ... | keys not in pages yet ]
 //              in the order of pages, within a segment      in the order of arrival
 //
-// A row is a place of a code, a slot the number of a key. Results depend on the keys alone,
+// A row is a place of a code, a slot the number of a key. Whoever stores keys and values in
+// the order of rows has the keys of a page next to each other. Results depend on the keys alone,
 // and above kMergedKeys on how they were split over calls.
 #pragma once
 
@@ -154,6 +155,7 @@ class SegmentedCodes {
       paged_ += settings_.segment;
     }
     std::int64_t changed = had;
+    may_merge = may_merge && !settings_.stores_pages;
     if (may_merge && paged_ > kMergedKeys) changed = std::min(had, merge(had));
     for (std::int64_t i = starts_.size(); i-- > 0 && starts_[i] >= changed;) {
       divide_segment(starts_[i], segment_size(i));
@@ -205,7 +207,8 @@ class SegmentedCodes {
       codes_.decode(space_, first + i, rows.data() + i * padded);
     }
     std::vector<std::int32_t> order;
-    PageDivider().divide(rows.data(), n, padded, order);
+    PageDivider().divide(rows.data(), n, padded, order,
+                         settings_.stores_pages ? kStoredKeys : kCodeBlock);
     for (std::int32_t& row : order) row += static_cast<std::int32_t>(first);
     codes_.permute(first, order.data(), n);
   }

@@ -97,6 +97,30 @@ inline void transpose_tile(const Element* in, std::int64_t in_stride, Element* o
 
 #endif  // KVP_VECTOR_TRANSPOSE
 
+// out[c * out_stride + r] = in[r * cols + c], for rows that fill a part of a wider matrix.
+template <typename Element>
+inline void transpose_into(const Element* in, std::int64_t rows, std::int64_t cols,
+                           Element* out, std::int64_t out_stride) {
+  std::int64_t full_rows = 0, full_cols = 0;
+#ifdef KVP_VECTOR_TRANSPOSE
+  if constexpr (TileTraits<Element>::kSupported) {
+    constexpr std::int64_t kWidth = TileTraits<Element>::kWidth;
+    full_rows = rows - rows % kWidth;
+    full_cols = cols - cols % kWidth;
+    for (std::int64_t c = 0; c < full_cols; c += kWidth) {
+      for (std::int64_t r = 0; r < full_rows; r += kWidth) {
+        transpose_tile(in + r * cols + c, cols, out + c * out_stride + r, out_stride);
+      }
+    }
+  }
+#endif
+  for (std::int64_t c = 0; c < cols; ++c) {
+    for (std::int64_t r = c < full_cols ? full_rows : 0; r < rows; ++r) {
+      out[c * out_stride + r] = in[r * cols + c];
+    }
+  }
+}
+
 // out[c * rows + r] = in[r * cols + c].
 template <typename Element>
 inline void transpose(const Element* in, std::int64_t rows, std::int64_t cols,

@@ -181,10 +181,59 @@ class Votes {
   std::vector<std::int32_t> room_;
 };
 
+// Votes of one KV head on stored pages: eight keys that lie next to each other, half a page
+// of codes. Every query distributes one vote over the keys that were scored for it. A page
+// has the votes of its keys; all pages have as many keys, so this ranks them by attention
+// per token.
+class PageVotes {
+ public:
+  // Starts a head whose queries all score the keys of these blocks.
+  void begin(const BlockList& listed) {
+    listed_ = listed;
+    sums_.assign(static_cast<std::size_t>(listed.keys / kStoredKeys), 0.0f);
+  }
+
+  // One query's logits of the listed keys; overwrites them. Keys behind the last full page
+  // take attention, but have no page.
+  void add(float* logits, float scale) {
+    if (listed_.keys == 0) return;
+    softmax_in_place(logits, listed_.keys, scale);
+    for (std::size_t i = 0; i < sums_.size(); ++i) {
+      const float* page = logits + static_cast<std::int64_t>(i) * kStoredKeys;
+      for (std::int64_t j = 0; j < kStoredKeys; ++j) sums_[i] += page[j];
+    }
+  }
+
+  // Writes the `count` pages with the most votes, best first; of equal pages the lower
+  // number first. Fills the rest with -1 if there are fewer.
+  void best(std::int64_t count, std::int64_t* pages) {
+    ranked_.clear();
+    for (std::size_t i = 0; i < sums_.size(); ++i) {
+      const auto at = static_cast<std::int64_t>(i);
+      const std::int64_t page = listed_.block(at / kHalves) * kHalves + at % kHalves;
+      ranked_.push_back({sums_[i], static_cast<std::int32_t>(page)});
+    }
+    const auto kept = std::min(static_cast<std::size_t>(count), ranked_.size());
+    std::partial_sort(ranked_.begin(),
+                      ranked_.begin() + static_cast<std::ptrdiff_t>(kept),
+                      ranked_.end(), better);
+    for (std::size_t i = 0; i < kept; ++i) pages[i] = ranked_[i].slot;
+    std::fill(pages + kept, pages + count, std::int64_t{-1});
+  }
+
+ private:
+  static constexpr std::int64_t kHalves = kCodeBlock / kStoredKeys;
+
+  BlockList listed_{};
+  std::vector<float> sums_;
+  std::vector<Scored> ranked_;
+};
+
 // Per-thread scratch of a vote.
 struct VoteScratch {
   Scratch search;
   Votes votes;
+  PageVotes pages;
   std::vector<float> scores;
 };
 
@@ -204,22 +253,61 @@ inline void vote(const DciTree& tree, const KeyView& keys, bool by_page,
   }
 }
 
-// The same over all keys. Each block of keys is read once for the whole group.
+// The scores of all keys, [group][num_keys]. Each block of keys is read once for the whole
+// group.
+inline float* score_all(const BruteForce& scan, const KeyView& keys,
+                        const float* queries, std::int64_t group, std::int64_t head_dim,
+                        VoteScratch& scratch) {
+  const std::int64_t n = scan.num_keys();
+  float* scores = at_least(scratch.scores, group * n);
+  float* rows = at_least(scratch.search.rows, BruteForce::kBlock * head_dim);
+  for (std::int64_t first = 0; first < n; first += BruteForce::kBlock) {
+    const std::int64_t count = std::min(n - first, BruteForce::kBlock);
+    score_run(scan.kernels(), keys, queries, group, first, count, rows, scores + first,
+              n);
+  }
+  return scores;
+}
+
+// The same as above over all keys.
 inline void vote(const BruteForce& scan, const KeyView& keys, bool /*by_page*/,
                  const float* queries, std::int64_t group, std::int64_t head_dim,
                  float scale, const QueryOptions& /*options*/, VoteScratch& scratch) {
   const std::int64_t n = scan.num_keys();
   scratch.votes.begin(n);
-  float* scores = at_least(scratch.scores, group * n);
-  float* rows = at_least(scratch.search.rows, BruteForce::kBlock * head_dim);
-  for (std::int64_t first = 0; first < n; first += BruteForce::kBlock) {
-    const std::int64_t left = n - first;
-    const std::int64_t count = left < BruteForce::kBlock ? left : BruteForce::kBlock;
-    score_run(scan.kernels(), keys, queries, group, first, count, rows, scores + first,
-              n);
-  }
+  float* scores = score_all(scan, keys, queries, group, head_dim, scratch);
   for (std::int64_t g = 0; g < group; ++g) {
     scratch.votes.add_all(scores + g * n, n, scale);
+  }
+}
+
+// Lets the queries vote on pages of keys that lie in the order of pages in memory.
+inline void vote_pages(const BruteForce& scan, const KeyView& keys,
+                       const float* queries, std::int64_t group, std::int64_t head_dim,
+                       float scale, const QueryOptions& /*options*/,
+                       VoteScratch& scratch) {
+  const std::int64_t n = scan.num_keys();
+  scratch.pages.begin({nullptr, (n + kCodeBlock - 1) / kCodeBlock, n});
+  float* scores = score_all(scan, keys, queries, group, head_dim, scratch);
+  for (std::int64_t g = 0; g < group; ++g) scratch.pages.add(scores + g * n, scale);
+}
+
+// The same with codes, which are in the order of pages anyway: of the best pages, about
+// options.max_visits keys. Options.count is the number of keys that the caller takes.
+inline void vote_pages(const CodeIndex& codes, const KeyView& keys,
+                       const float* queries, std::int64_t group, std::int64_t head_dim,
+                       float scale, const QueryOptions& options, VoteScratch& scratch) {
+  if (!codes.coded(options)) {
+    vote_pages(codes.exact(), keys, queries, group, head_dim, scale, options, scratch);
+    return;
+  }
+  CodeScratch& scored = scratch.search.codes;
+  const BlockList listed = codes.score(queries, group, options, options.count, scored);
+  scratch.pages.begin(listed);
+  float* logits = at_least(scratch.scores, listed.keys);
+  for (std::int64_t g = 0; g < group; ++g) {
+    CodeIndex::scored_logits(g, listed.keys, scored, logits);
+    scratch.pages.add(logits, scale);
   }
 }
 

@@ -18,7 +18,8 @@ for them. The selected tokens are copied back in one transfer, or the GPU reads 
 itself (``host_fetch``). The tables that map hot slots to tokens are on the host.
 
 If the policy has a ``device_selection``, the device does all of this instead, and the
-host does not wait (``device_selector``).
+host does not wait (``device_selector``). If it has a ``page_selection``, whole pages of
+similar tokens are selected and copied instead of tokens (``stored_pages``).
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from vllm_kvplugins.engine.retrieval.prompt_rows import (
     prompt_rows,
     resident_tokens,
 )
+from vllm_kvplugins.engine.retrieval.stored_pages import StoredPages
 from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
 from vllm_kvplugins.ops.device import AsyncHostCopy, SideStream, moved
 from vllm_kvplugins.ops.hot_set import fill_hot
@@ -92,14 +94,23 @@ class RetrievalController(StepExtension):
         on_device = policy.device_selection is not None
         selects_on = heap.pages.device if on_device else torch.device("cpu")
         layers = range(policy.skip_layers, heap.num_layers)
-        self._hot_slots = HotSlots(layers, heap.num_kv_heads, selects_on)
+        pages = policy.page_selection
+        self._unit_tokens = 1 if pages is None else pages.page_tokens
+        self._hot_slots = HotSlots(
+            layers, heap.num_kv_heads, selects_on, self._unit_tokens
+        )
         self._device = self._new_device_selector()
         self._indexer = Indexer(policy, self._count_failure)
+        self._stored_pages = (
+            StoredPages(self.tier, self._hot_slots, self._indexer) if pages else None
+        )
         self._offload_queue = OffloadQueue(
             heap, self.tier, self._hot_slots, self._indexer, self._device
         )
         self._requests: dict[str, Offloaded] = {}
-        self._detached = DetachedStates(heap, self.tier, self._indexer, self._device)
+        self._detached = DetachedStates(
+            heap, self.tier, self._indexer, self._device, pages
+        )
         self._free_slot_indices: list[int] = []
         self._batches: list[Batch] = []
         # Rows with drafts: their first tokens, their second tokens, and so on.
@@ -218,13 +229,16 @@ class RetrievalController(StepExtension):
 
         # The KV heads of a layer have equally many.
         counts = by_layer(counts)[:, 0]
+        held = token.gather(1, place)
+        if self._stored_pages is not None:
+            held, place = self._stored_pages.whole_pages(state, held, place, used)
         self._hot_slots.replace(
             state.slot_index,
-            counts,
+            counts // self._unit_tokens,
             page=by_layer(pages[self._rows].cpu().gather(1, place // size)),
             slot=by_layer(place % size),
             place=by_layer(place),
-            token=by_layer(token.gather(1, place)),
+            token=by_layer(held),
         )
         state.hot = dict(zip(layers, counts.tolist(), strict=True))
 
@@ -236,6 +250,8 @@ class RetrievalController(StepExtension):
             return
         here = positions if self._device is not None else positions.cpu()
         row, place, token = self._hot_slots.tokens_of(state.slot_index)
+        if self._stored_pages is not None:
+            row, place, token = self._stored_pages.tokens_of(state, row, place, token)
         rows = here[self._rows]
         rows[moved(row, here.device), moved(place, here.device)] = (
             token + self._policy.sinks
@@ -475,7 +491,9 @@ class RetrievalController(StepExtension):
     def _select(self, batch: Batch, layer: int, queries: torch.Tensor) -> None:
         for state in batch.states:
             self._complete_index(state, layer)
-        count = max(state.hot[layer] for state in batch.states)
+            if self._stored_pages is not None:
+                self._stored_pages.arrange(state, layer)
+        count = max(state.hot[layer] for state in batch.states) // self._unit_tokens
         keys = self.tier.keys(self._hot_slots.tables_of(layer, batch.slot_numbers))
         layers = [state.layers[layer] for state in batch.states]
         scale = self._scale_of_stored_keys(layer)
@@ -486,7 +504,8 @@ class RetrievalController(StepExtension):
         indexed = state.layers[layer]
         if indexed.tokens < state.tokens:
             missing = range(indexed.tokens, state.tokens)
-            read = partial(self.tier.read_keys, state.table(layer), missing)
+            order = state.orders.get(layer)
+            read = partial(self.tier.read_keys, state.table(layer), missing, order)
             self._indexer.insert(indexed, missing, read)
 
     def _scale_of_stored_keys(self, layer: int) -> float:
@@ -496,13 +515,15 @@ class RetrievalController(StepExtension):
     def _fill_hot_slots(self, batch: Batch, layer: int) -> torch.Tensor:
         """Returns int64 [requests]: tokens that had to be copied."""
         assert batch.selected is not None, "the first layer that retrieves selects"
-        return fill_hot(
+        copied = fill_hot(
             self._heap.kv,
             self.tier.host_pages(self._hot_slots.tables_of(layer, batch.slot_numbers)),
             batch.selected,
             batch.slot_indices,
             self._hot_slots.hot_set(layer),
+            whole_pages=self._stored_pages is not None,
         )
+        return copied if self._unit_tokens == 1 else copied * self._unit_tokens
 
     def _log_fetches(
         self,
@@ -519,11 +540,19 @@ class RetrievalController(StepExtension):
         scale = self._scale_of_stored_keys(layer)
         for row, name in enumerate(self._request_ids(batch)):
             state = batch.states[row]
-            keys = self.tier.read_keys(state.table(layer), range(state.tokens))
-            hot, copied = self._hot_slots.hot_tokens(layer, state.slot_index), None
+            order = state.orders.get(layer)
+            keys = self.tier.read_keys(state.table(layer), range(state.tokens), order)
+            hot, copied = self._held_tokens(state, layer), None
             if fetched is not None:
                 copied = int(fetched[row].sum())
-            log.add(name, layer, on_host[row], group, keys, hot.cpu(), scale, copied)
+            log.add(name, layer, on_host[row], group, keys, hot, scale, copied)
+
+    def _held_tokens(self, state: Offloaded, layer: int) -> torch.Tensor:
+        """int64 [num_kv_heads, count], on the host: see ``hot_tokens``."""
+        hot = self._hot_slots.hot_units(layer, state.slot_index)
+        if self._stored_pages is None:
+            return hot.cpu()
+        return self._stored_pages.tokens_in(state, layer, hot)
 
     def _request_ids(self, batch: Batch) -> list[str]:
         """Ids of a batch's requests."""
@@ -574,7 +603,8 @@ class RetrievalController(StepExtension):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`StepExtension`."""
         tokens = positions - self._policy.sinks
-        return self.tier.elements(state.table(layer), tokens, self._heap.pages.dtype)
+        order, dtype = state.orders.get(layer), self._heap.pages.dtype
+        return self.tier.elements(state.table(layer), tokens, dtype, order)
 
     @torch.inference_mode()
     def continued(
@@ -636,9 +666,20 @@ class RetrievalController(StepExtension):
         return self.log.take() if self.log is not None else []
 
     def hot_tokens(self, request_id: str, layer: int) -> torch.Tensor:
-        """int64 [num_kv_heads, count]: indices of the host tokens in hot slots."""
-        slot_index = self._requests[request_id].slot_index
-        return self._hot_slots.hot_tokens(layer, slot_index)
+        """int64 [num_kv_heads, count]: indices of the host tokens in hot slots.
+
+        With whole pages, only after a step has selected since the last compaction.
+        """
+        state = self._requests[request_id]
+        if self._stored_pages is not None:
+            return self._held_tokens(state, layer)
+        return self._hot_slots.hot_units(layer, state.slot_index)
+
+    @property
+    def moved_tokens(self) -> int:
+        """Tokens that have moved to another row of host memory, over all layers and KV
+        heads; 0 unless whole pages are fetched."""
+        return 0 if self._stored_pages is None else self._stored_pages.moved_tokens
 
     @property
     def num_requests(self) -> int:

@@ -11,6 +11,7 @@ from vllm_kvplugins.engine.retrieval.device_selector import DeviceSelector
 from vllm_kvplugins.engine.retrieval.host_tier import HostTier
 from vllm_kvplugins.engine.retrieval.indexing import Indexer
 from vllm_kvplugins.engine.retrieval.offloaded import Offloaded
+from vllm_kvplugins.index import PageSelection
 from vllm_kvplugins.index.device_codes import FIT_KEYS
 
 
@@ -19,6 +20,7 @@ class DetachedStates:
 
     Args:
         device: set if the device selects.
+        pages: set if whole pages are fetched.
     """
 
     def __init__(
@@ -27,9 +29,11 @@ class DetachedStates:
         tier: HostTier,
         indexer: Indexer,
         device: DeviceSelector | None,
+        pages: PageSelection | None,
     ) -> None:
         self._shape_of_keys = heap.num_kv_heads, heap.layout.head_dim
         self._tier, self._indexer, self._device = tier, indexer, device
+        self._pages = pages
         self._states: list[Offloaded] = []
 
     def __iter__(self) -> Iterator[Offloaded]:
@@ -67,6 +71,10 @@ class DetachedStates:
             return state
         pages = self._continued_pages(state, tokens, moves)
         new = Offloaded(-1, state.first_layer, pages, tokens)
+        shared = self._first_own(state, tokens, moves)
+        new.orders = {
+            layer: order.first(shared) for layer, order in state.orders.items()
+        }
         takes = moves or 2 * tokens >= state.tokens
         for layer, own in state.layers.items():
             fresh = self._indexer.new_layer(*self._shape_of_keys)
@@ -75,13 +83,13 @@ class DetachedStates:
             else:
                 new.layers[layer] = fresh
         if self._device is not None:
-            self._device.continue_from(state, new, self._first_own(tokens, moves))
+            self._device.continue_from(state, new, shared)
         self.add(new)
         if moves:
             self.discard(state)
         return new
 
-    def _first_own(self, tokens: int, moves: bool) -> int:
+    def _first_own(self, state: Offloaded, tokens: int, moves: bool) -> int:
         """First token of a continued session in pages that the session does not use.
 
         Args:
@@ -89,6 +97,12 @@ class DetachedStates:
         """
         if self._device is not None and tokens < FIT_KEYS:
             return 0  # the request measures its own space of codes
+        if self._pages is not None:
+            # Later tokens are yet to be put in the order of pages, or it is not theirs.
+            layers = state.layers
+            ordered = min(len(state.orders.get(layer, ())) for layer in layers)
+            stop = min(ordered, tokens)
+            return stop - stop % self._pages.segment_tokens
         return tokens if moves else tokens - tokens % self._tier.page_tokens
 
     def _continued_pages(
@@ -101,13 +115,19 @@ class DetachedStates:
         """
         size = self._tier.page_tokens
         num_pages = -(-tokens // size)
-        num_shared = -(-self._first_own(tokens, moves) // size)
+        first_own = self._first_own(state, tokens, moves)
+        num_shared = -(-first_own // size)
         missing = num_pages - num_shared
         layers, heads = state.pages.shape[:2]
         fresh = self._tier.take(missing * heads * layers).view(layers, heads, missing)
         shared = state.pages[:, :, :num_shared]
         self._tier.share(shared.flatten())
-        for own, new in zip(state.pages, fresh, strict=True):
-            source = own[:, num_shared:num_pages]
-            self._tier.copy_pages(source.flatten(), new.flatten())
+        for layer, new in enumerate(fresh, state.first_layer):
+            order = state.orders.get(layer)
+            if order is None:
+                source = state.table(layer)[:, num_shared:num_pages]
+                self._tier.copy_pages(source.flatten(), new.flatten())
+            else:
+                own = range(first_own, tokens)
+                self._tier.copy_tokens(state.table(layer), order, own, new)
         return torch.cat([shared, fresh], 2)

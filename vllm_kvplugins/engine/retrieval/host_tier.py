@@ -9,6 +9,7 @@ import torch
 
 from vllm_kvplugins.engine.heap import Heap, unscaled
 from vllm_kvplugins.engine.retrieval.pinned import PinnedArena
+from vllm_kvplugins.engine.retrieval.row_order import RowOrder
 from vllm_kvplugins.free_memory import available_bytes
 from vllm_kvplugins.index import Keys
 from vllm_kvplugins.ops.device import Reads
@@ -29,6 +30,8 @@ class HostTier:
 
     Full pages may have several owners, which share the first tokens of a conversation.
     Nobody writes to a page that is shared.
+
+    Tokens lie in the order of arrival, unless a :class:`RowOrder` says otherwise.
 
     Rows may be quantized: ``write`` quantizes, and ``fill_hot``, ``read_keys`` and the
     indices dequantize. Nothing else reads the rows.
@@ -233,16 +236,23 @@ class HostTier:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of stored keys and values: two [num_kv_heads, n, head_dim].
 
-        Quantized and fp8 rows become float32. See ``write`` for ``table``.
+        ``tokens`` are numbers of rows if the tokens have another order. Quantized and
+        fp8 rows become float32. See ``write`` for ``table``.
         """
         return self.read_keys(table, tokens), self._read(table, tokens, 1)
 
-    def read_keys(self, table: torch.Tensor, tokens: range) -> torch.Tensor:
+    def read_keys(
+        self, table: torch.Tensor, tokens: range, order: RowOrder | None = None
+    ) -> torch.Tensor:
         """A copy of stored keys: [num_kv_heads, n, head_dim]; see ``read``."""
-        return self._read(table, tokens, 0)
+        return self._read(table, tokens, 0, order)
 
     def elements(
-        self, table: torch.Tensor, tokens: torch.Tensor, dtype: torch.dtype
+        self,
+        table: torch.Tensor,
+        tokens: torch.Tensor,
+        dtype: torch.dtype,
+        order: RowOrder | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of some tokens as a cache holds them: fp8 elements stay elements.
 
@@ -254,27 +264,97 @@ class HostTier:
         Returns:
             Two [num_kv_heads, n, head_dim], keys and values.
         """
-        page, slot = table[:, tokens // self.page_tokens], tokens % self.page_tokens
-        planes = [self.pages[page, plane, slot] for plane in (0, 1)]
+        planes = [self._rows(table, tokens, plane, order) for plane in (0, 1)]
         if self.quantized is not None:
             planes = [self.quantized.dequantize(rows).to(dtype) for rows in planes]
         return planes[0], planes[1]
+
+    def _rows(
+        self,
+        table: torch.Tensor,
+        tokens: torch.Tensor,
+        plane: int,
+        order: RowOrder | None,
+    ) -> torch.Tensor:
+        """Keys (plane 0) or values (1) of some tokens, as they are stored."""
+        size = self.page_tokens
+        if order is None:
+            return self.pages[table[:, tokens // size], plane, tokens % size]
+        rows = order.rows_of(tokens)
+        return self.pages[table.gather(1, rows // size), plane, rows % size]
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy whole pages, both int64 [n]."""
         self.pages[target] = self.pages[source]
 
-    def _read(self, table: torch.Tensor, tokens: range, plane: int) -> torch.Tensor:
-        size = self.page_tokens
-        first = tokens.start // size
-        listed = table[:, first : -(-tokens.stop // size)]
-        rows = self.pages[:, plane][listed].flatten(1, 2)
-        rows = rows[:, tokens.start - first * size : tokens.stop - first * size]
+    def copy_tokens(
+        self,
+        source: torch.Tensor,
+        order: RowOrder | None,
+        tokens: range,
+        target: torch.Tensor,
+    ) -> None:
+        """Copy tokens of a layer to other pages, in the order of arrival.
+
+        Args:
+            source: the pages that have them, see ``write``.
+            order: theirs.
+            tokens: from the first token of a page on.
+            target: int64 [num_kv_heads, pages]; the first page gets the first token.
+        """
+        taken = torch.arange(tokens.start, tokens.stop)
+        to = taken - tokens.start
+        page, slot = target[:, to // self.page_tokens], to % self.page_tokens
+        for plane in (0, 1):
+            self.pages[page, plane, slot] = self._rows(source, taken, plane, order)
+
+    def reorder(self, table: torch.Tensor, rows: range, sources: torch.Tensor) -> None:
+        """Change the order of tokens of a layer. No other thread may use their pages,
+        and they may have no other owner. Waits for GPUs that still read host memory.
+
+        Args:
+            table: see ``write``.
+            rows: where they are, whole pages.
+            sources: int64 [num_kv_heads, len(rows)], the row from which each row gets
+                its token: a permutation of ``rows``.
+        """
+        size, heads = self.page_tokens, len(table)
+        pages = table[:, rows.start // size : rows.stop // size]
+        assert not self._more_owners[pages].any(), "shared pages keep their order"
+        if self._arena is not None:
+            for event in self._arena.reads.so_far():
+                event.synchronize()
+        for head, source in zip(range(heads), sources - rows.start, strict=True):
+            held = self.pages[pages[head]].transpose(0, 1).flatten(1, 2)
+            ordered = held.index_select(1, source).unflatten(1, (-1, size))
+            self.pages[pages[head]] = ordered.transpose(0, 1)
+
+    def _read(
+        self,
+        table: torch.Tensor,
+        tokens: range,
+        plane: int,
+        order: RowOrder | None = None,
+    ) -> torch.Tensor:
+        if order is not None:
+            rows = self._rows(
+                table, torch.arange(tokens.start, tokens.stop), plane, order
+            )
+        else:
+            rows = self._run(table, tokens, plane)
         if self.fp8 is not None:
             return unscaled(rows, self.fp8)
         if self.quantized is None:
             return rows
         return self.quantized.dequantize(rows.contiguous())
+
+    def _run(self, table: torch.Tensor, rows: range, plane: int) -> torch.Tensor:
+        """Keys (plane 0) or values (1) of consecutive rows, as they are stored."""
+        size = self.page_tokens
+        first = rows.start // size
+        listed = table[:, first : -(-rows.stop // size)]
+        held = self.pages[:, plane][listed].flatten(1, 2)
+        return held[:, rows.start - first * size : rows.stop - first * size]
 
     def check_integrity(self, owned: list[torch.Tensor]) -> None:
         """Check that each page is either free, or has as many owners as it should.

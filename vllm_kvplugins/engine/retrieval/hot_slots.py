@@ -20,26 +20,35 @@ class HotSlots:
 
     ``hot_set(layer)`` is a view of one layer, for ``fill_hot``.
 
+    A policy that fetches whole pages has one ``token`` for ``unit_tokens`` hot slots:
+    the page of host memory that they hold, or -1 if they hold other tokens.
+
     Args:
         layers: the layers that offload.
         device: where tokens are selected.
+        unit_tokens: hot slots per ``token``.
 
     Attributes:
         table: int64 [layers, slot indices, num_kv_heads, host pages], pages of the host
             tier; 0 after a request's last page. On the host.
-        page, slot: int64 [layers, slot indices, num_kv_heads, width], where the hot
-            slots are in the heap; on the device that selects.
-        token: the same shape and device, index of the host token in the slot.
-        place: the same shape, on the host: their column in the retained region's
-            positions.
+        page, slot: int64 [layers, slot indices, num_kv_heads, width * unit_tokens],
+            where the hot slots are in the heap; on the device that selects.
+        token: int64 [layers, slot indices, num_kv_heads, width], index of the host
+            token, or page, in the slots; on the same device.
+        place: the shape of ``page``, on the host: the column of each hot slot in the
+            retained region's positions.
         counts: int64 [layers, slot indices], how many of ``width`` are in use. On the
             host.
     """
 
     def __init__(
-        self, layers: range, num_kv_heads: int, device: torch.device = _HOST
+        self,
+        layers: range,
+        num_kv_heads: int,
+        device: torch.device = _HOST,
+        unit_tokens: int = 1,
     ) -> None:
-        self.layers = layers
+        self.layers, self.unit_tokens = layers, unit_tokens
 
         def nothing(device: torch.device) -> torch.Tensor:
             shape = len(layers), 0, num_kv_heads, 0
@@ -90,8 +99,11 @@ class HotSlots:
             self.counts = grown
         slot_indices = self.counts.shape[1]
         self.table = _grown(self.table, slot_indices, pages)
-        for name in ("page", "slot", "token", "place"):
-            setattr(self, name, _grown(getattr(self, name), slot_indices, width))
+        self.token = _grown(self.token, slot_indices, width)
+        slots = self.token.shape[3] * self.unit_tokens
+        for name in ("page", "slot", "place"):
+            tensor = getattr(self, name)
+            setattr(self, name, _grown(tensor, slot_indices, slots, spare=False))
         self._sets = []
 
     def clear(self, slot_index: int) -> None:
@@ -117,23 +129,33 @@ class HotSlots:
             page, slot, place, token: int64 [layers, num_kv_heads, n], on the host; see
                 the attributes. Anything after a layer's count.
         """
-        width = page.shape[2]
+        width, slots = token.shape[2], page.shape[2]
         self.make_room(slot_index + 1, width=width)
         self.counts[:, slot_index] = counts
-        self.place[:, slot_index, :, :width] = place
-        rows = moved(torch.stack([page, slot, token]), self.token.device)
-        for name, row in zip(("page", "slot", "token"), rows, strict=True):
-            getattr(self, name)[:, slot_index, :, :width] = row
+        self.place[:, slot_index, :, :slots] = place
+        rows = moved(torch.cat([page, slot, token], 2), self.token.device)
+        page, slot, token = rows.split([slots, slots, width], 2)
+        self.page[:, slot_index, :, :slots] = page
+        self.slot[:, slot_index, :, :slots] = slot
+        self.token[:, slot_index, :, :width] = token
 
-    def hot_tokens(self, layer: int, slot_index: int) -> torch.Tensor:
-        """int64 [num_kv_heads, count], a view, on the device that selects."""
+    def forget_pages(self, layer: int, slot_index: int, rows: range) -> None:
+        """Note that the host pages with these rows have other tokens from now on."""
+        pages = self.hot_units(layer, slot_index)
+        first, stop = rows.start // self.unit_tokens, rows.stop // self.unit_tokens
+        pages[(pages >= first) & (pages < stop)] = -1
+
+    def hot_units(self, layer: int, slot_index: int) -> torch.Tensor:
+        """int64 [num_kv_heads, count], tokens or pages, a view, on the device that
+        selects."""
         at = layer - self.layers.start
         return self.token[at, slot_index, :, : int(self.counts[at, slot_index])]
 
     def hot_places(self, layer: int, slot_index: int) -> torch.Tensor:
-        """int64 [num_kv_heads, count], a view, on the host; see ``place``."""
+        """int64 [num_kv_heads, hot slots], on the host; see ``place``."""
         at = layer - self.layers.start
-        return self.place[at, slot_index, :, : int(self.counts[at, slot_index])]
+        slots = int(self.counts[at, slot_index]) * self.unit_tokens
+        return self.place[at, slot_index, :, :slots]
 
     def tokens_of(
         self, slot_index: int
@@ -142,25 +164,30 @@ class HotSlots:
 
         Returns:
             Three int64 [hot slots * num_kv_heads]: rows, counted over layers and KV
-            heads, places, both on the host, and tokens, on the device that selects.
+            heads, places, both on the host, and tokens, on the device that selects. For
+            whole pages one row and token each, and int64 [n, unit_tokens] places.
         """
-        width = torch.arange(self.place.shape[3])
+        width = torch.arange(self.token.shape[3])
         used = width < self.counts[:, slot_index, None]
         layer, column = used.nonzero(as_tuple=True)
-        heads = self.place.shape[2]
+        heads, unit = self.place.shape[2], self.unit_tokens
         row = layer[:, None] * heads + torch.arange(heads)
-        place = self.place[:, slot_index][layer, :, column]
+        places = self.place[:, slot_index].unflatten(2, (-1, unit))
+        place = places[layer, :, column]
         layer, column = moved(torch.stack([layer, column]), self.token.device)
         token = self.token[:, slot_index][layer, :, column]
-        return row.flatten(), place.flatten(), token.flatten()
+        place = place.flatten() if unit == 1 else place.flatten(0, 1)
+        return row.flatten(), place, token.flatten()
 
 
-def _grown(tensor: torch.Tensor, slot_indices: int, width: int) -> torch.Tensor:
-    """A copy that is large enough, with a quarter more width for the next time."""
+def _grown(
+    tensor: torch.Tensor, slot_indices: int, width: int, spare: bool = True
+) -> torch.Tensor:
+    """A copy that is large enough, if spare with a quarter more width for later."""
     layers, have, heads, wide = tensor.shape
     if slot_indices <= have and width <= wide:
         return tensor
-    wider = wide if width <= wide else width + width // 4
+    wider = wide if width <= wide else width + width // 4 * spare
     grown = tensor.new_zeros(layers, max(slot_indices, have), heads, wider)
     grown[:, :have, :, :wide] = tensor
     return grown

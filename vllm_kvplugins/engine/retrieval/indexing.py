@@ -12,10 +12,11 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
-from vllm_kvplugins.index import ExactScan, KeyIndex, Keys
+from vllm_kvplugins.index import ExactScan, KeyIndex, Keys, PageIndex
 from vllm_kvplugins.ops.threads import Helper
 from vllm_kvplugins.policies.retrieval import Retriever
 
@@ -50,6 +51,7 @@ class Indexer:
 
     def __init__(self, policy: Retriever, on_failure: Callable[[], None]) -> None:
         self._policy = policy
+        self._pages = policy.page_selection
         self._on_failure = on_failure
         # One thread, so that appends to an index keep their order.
         self._thread = Helper("kvp-index")
@@ -114,20 +116,38 @@ class Indexer:
         scale: float,
         count: int,
     ) -> torch.Tensor:
-        """Select from the indices of several requests; see ``Retriever.select``."""
+        """Select from the indices of several requests; see ``Retriever.select``.
+
+        A policy that fetches whole pages selects pages, see ``PageSelection.select``;
+        ``count`` counts pages then, and ``keys`` are in their order.
+        """
         indices = [self._ready(layer) for layer in layers]
         try:
+            if self._pages is not None:
+                paged = cast(list[PageIndex], indices)
+                return self._pages.select(paged, queries, keys, scale, count)
             return self._policy.select(indices, queries, keys, scale, count)
         except (RuntimeError, ValueError) as error:
             if len(layers) == 1:
-                self._scan_instead(layers[0], error)
-                return layers[0].index.select(queries[0], keys, scale, count)[None]
+                scan = self._scan_instead(layers[0], error)
+                choose = scan.select if self._pages is None else scan.select_pages
+                return choose(queries[0], keys, scale, count)[None]
         # One index failed: select one by one, so that the others keep their indices.
         chosen = [
             self.select([layer], queries[i : i + 1], keys.of(i), scale, count)
             for i, layer in enumerate(layers)
         ]
         return torch.cat(chosen)
+
+    def order(self, layer: OffloadedLayer, first: int) -> torch.Tensor | None:
+        """See ``PageIndex.order``; None if the index is lazy and not built yet."""
+        index = self._ready(layer)
+        if index is not layer.index:
+            return None
+        try:
+            return cast(PageIndex, index).order(first)
+        except (RuntimeError, ValueError) as error:
+            return self._scan_instead(layer, error).order(first)
 
     def _ready(self, layer: OffloadedLayer) -> KeyIndex:
         if layer.meanwhile is not None and not all(
@@ -146,14 +166,15 @@ class Indexer:
         except (RuntimeError, ValueError) as error:
             self._scan_instead(layer, error)
 
-    def _scan_instead(self, layer: OffloadedLayer, error: Exception) -> None:
+    def _scan_instead(self, layer: OffloadedLayer, error: Exception) -> ExactScan:
         """Replace a failed index by a scan, so that the server keeps running."""
         self._on_failure()
         logger.warning(
             "KV policy: an index failed; all its keys are scanned instead: %s", error
         )
-        layer.index, layer.meanwhile = ExactScan(layer.tokens), None
-        layer.pending = []
+        layer.index = scan = ExactScan(layer.tokens)
+        layer.meanwhile, layer.pending = None, []
+        return scan
 
 
 def _append(index: KeyIndex, read: Callable[[], torch.Tensor], first: int) -> None:

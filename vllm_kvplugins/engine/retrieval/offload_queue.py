@@ -142,7 +142,9 @@ class OffloadQueue:
             # The index has the keys of the host tier, also if they are quantized.
             # They are read later, to free pinned memory. An index without earlier
             # tokens gets them all at once, as if nobody had taken it back.
-            read = partial(self._tier.read_keys, each.state.table(layer), tokens)
+            state = each.state
+            order = state.orders.get(layer)
+            read = partial(self._tier.read_keys, state.table(layer), tokens, order)
         self._indexer.insert(indexed, tokens, read)
 
     def _make_room(self, state: Offloaded, tokens: int) -> None:

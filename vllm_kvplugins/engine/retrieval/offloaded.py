@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_kvplugins.engine.retrieval.indexing import OffloadedLayer
+from vllm_kvplugins.engine.retrieval.row_order import RowOrder
 from vllm_kvplugins.index.device_codes import CodeSpace
 from vllm_kvplugins.ops.device import AsyncHostCopy
 
@@ -24,6 +25,7 @@ class Offloaded:
         tokens: number of tokens on the host; the same in all layers.
         layers: its index per layer that selects; empty if the device selects.
         spaces: the space of its codes per layer that selects, if the device selects.
+        orders: per layer whose tokens are not in the order of arrival, their order.
         hot: hot slots per KV head, per layer; empty before the first compaction.
         prefetched: its hot slots are being filled for the next step.
     """
@@ -34,6 +36,7 @@ class Offloaded:
     tokens: int = 0
     layers: dict[int, OffloadedLayer] = field(default_factory=dict)
     spaces: dict[int, CodeSpace] = field(default_factory=dict)
+    orders: dict[int, RowOrder] = field(default_factory=dict)
     hot: dict[int, int] = field(default_factory=dict)
     prefetched: bool = False
 
