@@ -33,7 +33,7 @@ from transformers import AutoTokenizer
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.engine.retrieval.row_order import RowOrder
 from vllm_kvplugins.index import Keys
-from vllm_kvplugins.policies import available_policies
+from vllm_kvplugins.policies import available_policies, icecache
 
 BUDGETS = (64, 128, 256)
 
@@ -132,10 +132,14 @@ def main(
     append_tokens: Annotated[
         int, typer.Option(help="keys that an index gets at once; 0: all")
     ] = 0,
+    segment: Annotated[
+        int, typer.Option(help="tokens that icecache divides into pages together")
+    ] = icecache._STORED_SEGMENT,
     json_out: Path | None = None,
 ) -> None:
     """Print and save the shares of every retriever at budgets 64, 128 and 256."""
     console = Console()
+    icecache._STORED_SEGMENT = segment
     tokenizer = AutoTokenizer.from_pretrained(model)
     masked = MaskedModel(model)
     chosen = [json.loads(p) for p in policy] if policy else retrievers()

@@ -45,6 +45,18 @@ def test_a_device_that_fetches_everything_is_stock(tiny_model):
         assert whole["tokens"] == stock["tokens"], more
 
 
+def test_whole_pages_of_everything_are_stock(tiny_model):
+    """Host memory has tokens in the order of pages. Prompts in one piece, and in blocks
+    whose tokens attend to host memory.
+    """
+    arguments = {"model": tiny_model, "lengths": LENGTHS, "max_tokens": 60}
+    stock = run_scenario("scenarios_tiny:answers", arguments | {"policy": None})
+    for more in ({}, {"prefill_block": 256}):
+        policy = {"name": "icecache", "fetch": "pages", **SMALL, "budget": 1600} | more
+        whole = run_scenario("scenarios_tiny:answers", arguments | {"policy": policy})
+        assert whole["tokens"] == stock["tokens"], more
+
+
 def test_a_device_answers_as_the_host(tiny_model):
     """With a fifth of the tokens, codes on the device and exact keys on the host choose
     the same often enough that most answers are the same. Random weights make a chaotic

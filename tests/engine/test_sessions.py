@@ -296,6 +296,7 @@ EXACT = [
 ]
 MORE_EXACT = [
     {"name": "icecache", "index": "device", "host_memory": "64MiB"},
+    {"name": "icecache", "fetch": "pages"},
     {"name": "exact-topk"},
     {"name": "arkvale"},
     {"name": "clusterkv"},
