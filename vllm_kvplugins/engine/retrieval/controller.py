@@ -96,6 +96,10 @@ class RetrievalController(StepExtension):
         layers = range(policy.skip_layers, heap.num_layers)
         pages = policy.page_selection
         self._unit_tokens = 1 if pages is None else pages.page_tokens
+        # A slot that is in no page would keep a token that a page brings, too.
+        assert heap.layout.block_size % self._unit_tokens == 0, (
+            "kernels need 16 or more"
+        )
         self._hot_slots = HotSlots(
             layers, heap.num_kv_heads, selects_on, self._unit_tokens
         )
