@@ -11,6 +11,12 @@
 namespace kvp::binding {
 namespace {
 
+void require_scale(const char* op, double scale) {
+  if (!(scale >= 0.0 && scale <= 1e18)) {
+    fail(op, "scale must be at least 0 and finite, got ", scale);
+  }
+}
+
 // int64 [requests, heads, count]: see Votes::best.
 Tensor index_select(const Tensor& handles, const Tensor& queries, const Tensor& keys,
                     const Tensor& table, bool by_page, std::int64_t max_visits,
@@ -18,9 +24,7 @@ Tensor index_select(const Tensor& handles, const Tensor& queries, const Tensor& 
   const char* op = "index_select";
   const QueryCall call = checked_call(op, handles, queries, keys, table, by_page, count,
                                       max_visits, visit_ratio);
-  if (!(scale >= 0.0 && scale <= 1e18)) {
-    fail(op, "scale must be at least 0 and finite, got ", scale);
-  }
+  require_scale(op, scale);
   Tensor chosen = call.output({call.heads, count}, ScalarType::Long);
   std::int64_t* out = chosen.mutable_data_ptr<std::int64_t>();
   for_all(call.tasks(), call.work_ns(), free_cores(), [&](std::int64_t task) {
@@ -42,13 +46,12 @@ Tensor index_select_pages(const Tensor& handles, const Tensor& queries,
                           const Tensor& keys, const Tensor& table,
                           std::int64_t max_visits, double scale, std::int64_t count) {
   const char* op = "index_select_pages";
-  if (count < 1 || count > 0x7fffffff / 64)
+  if (count < 1 || count > 0x7fffffff / 64) {
     fail(op, "count must be positive, got ", count);
+  }
   const QueryCall call = checked_call(op, handles, queries, keys, table, false,
                                       count * index::kStoredKeys, max_visits, 1.0);
-  if (!(scale >= 0.0 && scale <= 1e18)) {
-    fail(op, "scale must be at least 0 and finite, got ", scale);
-  }
+  require_scale(op, scale);
   for (const auto& key_index : call.indexes) {
     if (!key_index->has_ordered_pages()) fail(op, "a tree has no pages in order");
   }

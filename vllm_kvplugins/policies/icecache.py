@@ -205,6 +205,7 @@ class IceCache(Retriever):
 
         The tree takes 47 %. Codes take 29 %, and up to 43 % with few tokens, because
         memory is allocated in slabs. Those of ``index: "device"`` are on the device.
+        The order of stored pages takes another 3 %.
         """
         return 0.0 if self.index == "device" else 0.5
 

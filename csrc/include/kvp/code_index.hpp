@@ -126,8 +126,7 @@ class CodeIndex {
   }
 
   // Sets scratch.scores [group][scratch.stride] to the scores of the keys of some blocks:
-  // of the best pages and of the blocks behind the last page. Pages behind the last one are
-  // runs of sixteen keys in the order of arrival.
+  // of the best pages, and of the keys that are in no page yet, in the order of arrival.
   //
   // Args: wanted: keys that each query is to find.
   BlockList score(const float* queries, std::int64_t group, const QueryOptions& options,
@@ -265,6 +264,7 @@ class CodeIndex {
     }
   }
 
+  // Sets scratch.scores [group][scratch.stride] to the scores of the listed blocks.
   void score_blocks(const KeyCodes& codes, std::int64_t group, const BlockList& listed,
                     CodeScratch& scratch) const {
     const std::int64_t stride = scratch.stride = listed.count * kCodeBlock;

@@ -3,9 +3,11 @@
 // Halves a set of keys again and again, each time at the median along the direction in
 // which the keys vary most, until sixteen are left. All pages are full, so a page is one
 // block of codes. Pages whose keys are stored together are halved once more: eight keys are
-// more alike than sixteen, and enough for a copy. Deterministic: the direction starts at the axis of largest variance,
-// equal projections are ordered by row, and all versions of the kernels add eight sums in
-// the same order, without fused multiply-adds.
+// more alike than sixteen, and enough for a copy.
+//
+// Deterministic: the direction starts at the axis of largest variance, equal projections are
+// ordered by row, and all versions of the kernels add eight sums in the same order, without
+// fused multiply-adds.
 #pragma once
 
 #include <algorithm>

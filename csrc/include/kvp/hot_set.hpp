@@ -146,7 +146,6 @@ std::int64_t swap_hot_slots(std::int64_t capacity, const std::int64_t* wanted,
 
 // Like swap_hot_slots, and copies the tokens from the host into the pages. `host` is a
 // HostTokens or QuantizedTokens.
-//
 template <typename Host, typename Element>
 std::int64_t fill_hot_slots(Host& host, std::int64_t capacity,
                             const std::int64_t* wanted, std::int64_t num_wanted,

@@ -7,8 +7,9 @@
 //              in the order of pages, within a segment      in the order of arrival
 //
 // A row is a place of a code, a slot the number of a key. Whoever stores keys and values in
-// the order of rows has the keys of a page next to each other. Results depend on the keys alone,
-// and above kMergedKeys on how they were split over calls.
+// the order of rows has the keys of a page next to each other.
+//
+// Results depend on the keys alone, and above kMergedKeys on how they were split over calls.
 #pragma once
 
 #include <algorithm>

@@ -1,11 +1,11 @@
 """Host tokens in the order of an index, whose pages are fetched as a whole.
 
 Without it, row r of a KV head in host memory holds token r. An index of pages
-(:class:`~vllm_kvplugins.index.base.PageIndex`) gives similar tokens neighbouring rows,
+(:class:`~vllm_kvplugins.index.base.PageIndex`) gives similar tokens neighboring rows,
 one segment after the other::
 
     rows    [ segment 0: pages | segment 1: pages | tokens that have no page yet ]
-               order: [9, 4, ..] order: [2050, ..]   in the order of arrival
+                 tokens 9, 4, ..   tokens 530, ..     in the order of arrival
 
 A token moves once, when its segment is complete, from its row of arrival to another row
 of the same segment. So a segment holds the same tokens before and after.
