@@ -9,15 +9,24 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from _documents import read_documents
 from _quality_needles import multikey, passkey
+from _quality_ruler import common_words, multiquery, multivalue, variables
 from _quality_samples import Sample, Setting, TaskError, Tokens
 
 PASSKEY, MULTIKEY, KL = "passkey", "multikey", "kl"
 TASKS = (PASSKEY, MULTIKEY, KL)
+# Not in the tables of all policies: what `auto` chooses by must not be what tests it.
+RULER = {
+    "multivalue": multivalue,
+    "multiquery": multiquery,
+    "variables": variables,
+    "common_words": common_words,
+}
 FORCED_TOKENS = 32
 READ = "I have read the text."
 # Tokens at the end of a text that belong to no finished turn, like a question.
@@ -69,6 +78,9 @@ def prompts_of(setting: Setting, tasks: Sequence[str]) -> list[Prompt]:
         PASSKEY: lambda: _questions(_shuffled(setting), tokenizer, passkey),
         MULTIKEY: lambda: _questions(setting, tokenizer, multikey),
         KL: lambda: _texts(setting, tokenizer),
+    } | {
+        name: partial(_questions, setting, tokenizer, task)
+        for name, task in RULER.items()
     }
     return [prompt for task in tasks for prompt in makers[task]()]
 
@@ -86,7 +98,7 @@ def _questions(setting: Setting, tokenizer: Any, task: Any) -> Iterator[Prompt]:
 def conversation(sample: Sample, tokenizer: Any) -> Prompt:
     """The sample as two turns: the text, and the question about it."""
     content = sample.messages[0]["content"]
-    start = content.rindex("\nWhat is the")
+    start = content.rindex("\n")  # the question is the last line
     turn = [
         {"role": "user", "content": content[:start].rstrip()},
         {"role": "assistant", "content": READ},

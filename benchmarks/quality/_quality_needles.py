@@ -11,7 +11,6 @@ from _quality_samples import Sample, Setting, TaskError, Tokens
 
 # Texts of RULER's niah_multikey tasks. As there, keys are an adjective and a noun, but
 # from a shorter list.
-# an adjective and a noun as well, from a far longer list.
 MULTIKEY_TASK = (
     "A special magic number is hidden within the following text. Make sure to "
     "memorize it. I will quiz you about the number afterwards.\n"
@@ -25,11 +24,11 @@ MULTIKEY_OPENING = (
 )
 
 
-def _names(text: str) -> list[str]:
+def _words(text: str) -> list[str]:
     return text.split()
 
 
-_ADJECTIVES = _names(
+ADJECTIVES = _words(
     """
     abrupt absorbing ancient bashful bitter boundless brave calm careful cheerful
     clumsy curious dusty eager elegant faint fierce frosty gentle grumpy hollow
@@ -38,7 +37,7 @@ _ADJECTIVES = _names(
     wise
     """
 )
-_NOUNS = _names(
+NOUNS = _words(
     """
     acorn anchor apron badger basket beacon bonnet bridge bucket candle canyon
     carpet cellar cherry cobbler compass copper cottage dagger falcon feather
@@ -108,7 +107,7 @@ def multikey(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
             f"--questions {setting.questions} must be 1 to --keys {setting.keys}"
         )
     rng = random.Random(f"multikey {setting.seed}")
-    if setting.keys > len(_ADJECTIVES) * len(_NOUNS):
+    if setting.keys > len(ADJECTIVES) * len(NOUNS):
         raise TaskError(f"--keys {setting.keys} is more than there are names for")
     notes = MULTIKEY_NOTE.format(key="careful-anchor", value="1234567")
     room = setting.tokens - tokens.count(notes) * setting.keys
@@ -147,17 +146,44 @@ def _strewn(
     """A context with key-number pairs at random depths, and (key, number, depth) of
     each.
     """
+    names = draw_names(keys, rng)
+    places = draw_places(lines, keys, rng)
+    values = [draw_number(rng) for _ in names]
+    notes = [
+        MULTIKEY_NOTE.format(key=name, value=value)
+        for name, value in zip(names, values, strict=True)
+    ]
+    shares = [round(place / len(lines), 4) for place in places]
+    found = list(zip(names, values, shares, strict=True))
+    return insert_notes(lines, places, notes), found
+
+
+def draw_names(count: int, rng: random.Random) -> list[str]:
+    """Different keys of an adjective and a noun."""
     names: dict[str, None] = {}
-    while len(names) < keys:
-        names[f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}"] = None
-    places = sorted(rng.randrange(len(lines) + 1) for _ in names)
-    parts, found, before = [], [], 0
-    for name, place in zip(names, places, strict=True):
-        value = str(rng.randrange(1_000_000, 10_000_000))
+    while len(names) < count:
+        names[f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"] = None
+    return list(names)
+
+
+def draw_places(lines: list[str], count: int, rng: random.Random) -> list[int]:
+    """Places between the sentences of a text, in their order."""
+    return sorted(rng.randrange(len(lines) + 1) for _ in range(count))
+
+
+def draw_number(rng: random.Random) -> str:
+    """A number of seven digits."""
+    return str(rng.randrange(1_000_000, 10_000_000))
+
+
+def insert_notes(lines: list[str], places: list[int], notes: list[str]) -> str:
+    """The text with each note before the sentence of its place."""
+    parts: list[str] = []
+    before = 0
+    for note, place in zip(notes, places, strict=True):
         parts += lines[before:place]
         if parts and not parts[-1].endswith(" "):
             parts.append(" ")
-        parts.append(MULTIKEY_NOTE.format(key=name, value=value))
+        parts.append(note)
         before = place
-        found.append((name, value, round(place / len(lines), 4)))
-    return "".join([*parts, *lines[before:]]), found
+    return "".join([*parts, *lines[before:]])

@@ -14,11 +14,16 @@ from _quality_files import (
 )
 from _quality_longbench import longbench
 from _quality_needles import multikey, needle, passkey
+from _quality_ruler import common_words, multiquery, multivalue, variables
 from _quality_samples import Sample, Setting, TaskError, Tokens
 
 TASKS: dict[str, Callable[[Setting, Tokens], Iterable[Sample]]] = {
     "passkey": passkey,
     "multikey": multikey,
+    "multivalue": multivalue,
+    "multiquery": multiquery,
+    "variables": variables,
+    "common_words": common_words,
     "needle": needle,
     "ruler": ruler,
     "longbench": longbench,

@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import _path  # noqa: F401
 import typer
 from _engine import child_rows, provenance
-from _evidence_samples import TASKS, Prompt, order, prompts_of, reference_file
+from _evidence_samples import RULER, TASKS, Prompt, order, prompts_of, reference_file
 from _evidence_speed import SPEED, SpeedRounds
 from _prefill_store import PrefillStore
 from _quality_fit import jobs_of, read_policies
@@ -147,8 +147,9 @@ def run(
     if policies:
         chosen = [with_settings(policy) for policy in split_policies(policies)]
     names = tasks.split(",")
-    if unknown := sorted(set(names) - set(TASKS)):
-        raise typer.BadParameter(f"--tasks: {unknown} is none of {list(TASKS)}")
+    known = [*TASKS, *RULER]
+    if unknown := sorted(set(names) - set(known)):
+        raise typer.BadParameter(f"--tasks: {unknown} is none of {known}")
     deadline = time.monotonic() + 60 * minutes if minutes else None
     try:
         failed = measure(

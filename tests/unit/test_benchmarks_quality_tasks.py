@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +105,56 @@ def test_all_keys_stand_in_a_context_and_questions_share_it():
         made("multikey", tokens=20)
     with pytest.raises(TaskError, match="--questions 6"):
         made("multikey", questions=6)
+
+
+@pytest.mark.parametrize(("task", "keys"), [("multivalue", 1), ("multiquery", 4)])
+def test_all_numbers_of_the_requested_keys_count(task, keys):
+    samples = made(task)
+    for sample in samples:
+        text, question = sample.messages[0]["content"].rsplit("\n", 1)
+        notes = re.findall(r"magic numbers for (\S+) is: (\d+)\.", text)
+        assert sorted(value for _, value in notes) == sorted(sample.truths)
+        assert len({name for name, _ in notes}) == keys
+        assert all(name in question and name in sample.opening for name, _ in notes)
+        assert not any(value in question for value in sample.truths)
+    assert_contexts(task, samples)
+
+
+def test_a_value_goes_from_variable_to_variable():
+    samples = made("variables")
+    for sample in samples:
+        text, question = sample.messages[0]["content"].rsplit("\n", 1)
+        (first, value), *_ = re.findall(r"VAR (\w+) = (\d+)\.", text)
+        copies = re.findall(r"VAR (\w+) = VAR (\w+)\.", text)
+        chain = [first, *(name for name, _ in copies)]
+        assert [other for _, other in copies] == chain[:-1]
+        assert sample.truths == tuple(chain)
+        assert len(chain) == 5
+        assert value in question
+        assert not any(name in question for name in chain)
+    assert_contexts("variables", samples)
+
+
+def test_common_words_are_ten_times_as_frequent():
+    samples = made("common_words", tokens=1500)
+    for sample in samples:
+        text, _ = sample.messages[0]["content"].rsplit("\n", 1)
+        counts = Counter(text.partition("afterwards.\n")[2].split(", "))
+        common = dict(counts.most_common(10))
+        assert set(common) == set(sample.truths)
+        (least,) = {count for word, count in counts.items() if word not in common}
+        assert set(common.values()) == {10 * least}
+        assert TOKENS.count(text) < 1520
+    assert_contexts("common_words", samples, tokens=1500)
+    with pytest.raises(TaskError, match="raise --tokens"):
+        made("common_words", tokens=50)
+
+
+def assert_contexts(task: str, samples: list[Sample], **changes: object) -> None:
+    """Each sample has its own context, and a longer run begins with the same ones."""
+    assert len({sample.messages[0]["content"] for sample in samples}) == len(samples)
+    assert made(task, limit=2, **changes) == samples[:2]
+    assert made(task, seed=1, **changes)[0].truths != samples[0].truths
 
 
 def test_keys_are_planted_in_the_user_s_text(tmp_path):
