@@ -22,8 +22,9 @@ from _evidence_auto import (  # noqa: E402
     share_of_stock,
 )
 from _evidence_package import choosing  # noqa: E402
-from _evidence_report import Model  # noqa: E402
+from _evidence_report import OTHER_TITLES, Model, cells_of  # noqa: E402
 from _evidence_samples import KL, MULTIKEY, PASSKEY  # noqa: E402
+from _evidence_tasks import other_tasks as table_of_tasks  # noqa: E402
 from _evidence_verdicts import cell_of  # noqa: E402
 
 from vllm_kvplugins.choice.requests import Workload  # noqa: E402
@@ -41,6 +42,15 @@ def _models() -> list[Model]:
 def tables() -> str:
     """The choices, and the comparison of those with host memory."""
     return "\n".join([*_choices(), "", *_shares(), "", *_answers(), ""])
+
+
+def other_tasks() -> str:
+    """Scores on tasks that nothing is chosen by, a table per model."""
+    parts = []
+    for file in sorted((ROOT / "benchmarks" / "results").glob("ruler-*.jsonl")):
+        model = cells_of(file, OTHER_TITLES)
+        parts += [f"**{model['model']}**", "", table_of_tasks(model), ""]
+    return "\n".join(parts)
 
 
 def _choices() -> Iterator[str]:

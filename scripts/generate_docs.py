@@ -11,6 +11,7 @@ A page marks each generated part with two comments:
     settings NAME    table of settings of a policy, of ``auto``, ``sessions`` or
                      ``kernel``, from the pydantic models
     auto             what ``--kv-policy auto`` chooses and how it answers
+    other-tasks      scores on tasks like RULER's, by which nothing is chosen
     figures POLICY   list of measured figures of a policy, from docs/research
     verdict POLICY   what the evidence shows about a policy, by paired tests
     evidence-summary, evidence-headline   the best policies; a bullet of the README
@@ -89,6 +90,7 @@ def cell(text: str) -> str:
 KINDS: dict[str, Callable[..., str]] = {
     "settings": settings_table,
     "auto": auto.tables,
+    "other-tasks": auto.other_tasks,
     "verdict": evidence.verdict,
     "evidence": evidence.evidence_tables,
     "evidence-speed": evidence.evidence_speed,

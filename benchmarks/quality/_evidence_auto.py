@@ -190,10 +190,11 @@ def _cell(model: Model, policy: str) -> Cell:
     return cell
 
 
-def share_of_stock(model: Model, chosen: Sequence[str]) -> tuple[float, float, float]:
-    """Keys found over those that stock finds, mean over both tasks, with its 95 %
-    interval from a bootstrap over contexts."""
-    tasks = (PASSKEY, MULTIKEY)
+def share_of_stock(
+    model: Model, chosen: Sequence[str], tasks: Sequence[str] = (PASSKEY, MULTIKEY)
+) -> tuple[float, float, float]:
+    """Score over stock's, both as means over the tasks, with its 95 % interval from a
+    bootstrap over contexts. Of the default tasks it is the share of stock's keys."""
     generator = np.random.default_rng(zlib.crc32(model["model"].encode()))
     own, stock = np.zeros(DRAWS + 1), np.zeros(DRAWS + 1)
     for task in tasks:

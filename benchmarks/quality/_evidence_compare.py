@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from _evidence_report import (
     MISSING,
+    OTHER_TITLES,
     Cell,
     Model,
     percent,
@@ -21,7 +22,7 @@ from _evidence_verdicts import MIN_CONTEXTS, Comparison, compared
 from _quality_stats import STOCK, interval
 
 MIB = 1 << 20
-TITLES = {PASSKEY: "pass keys", MULTIKEY: "keys of sixteen"}
+TITLES = {PASSKEY: "pass keys", MULTIKEY: "keys of sixteen"} | OTHER_TITLES
 
 
 def comparison(model: Model, reference: str) -> str:
@@ -65,13 +66,20 @@ def _row(model: Model, cell: Cell, base: Cell, keys: Sequence[str]) -> list[str]
         if task not in cell:
             row += [MISSING, MISSING]
             continue
-        found = round(cell[task]["mean"] * cell[task]["samples"])
-        row.append(f"{found} of {cell[task]['samples']}")
+        row.append(_shown(task, cell))
         row.append("" if is_base else _tested(model, task, cell, base))
     if KL in base:
         row += _divergence(model, cell, base) if KL in cell else [MISSING] * 3
     held = cell.get("device_bytes")
     return [*row, f"{held / MIB:.2f}" if held else MISSING]
+
+
+def _shown(task: str, cell: Cell) -> str:
+    """Keys found; the mean where an answer can be right in part."""
+    mean, samples = cell[task]["mean"], cell[task]["samples"]
+    if task in OTHER_TITLES:
+        return f"{mean:.2f}"
+    return f"{round(mean * samples)} of {samples}"
 
 
 def _divergence(model: Model, cell: Cell, base: Cell) -> list[str]:

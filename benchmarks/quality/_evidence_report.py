@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,24 @@ TITLES = {
     MULTIKEY: "one key of 16 found",
     KL: "KL divergence",
 }
+# Tasks that the tables of all policies leave out.
+OTHER_TITLES = {
+    "multivalue": "four values",
+    "multiquery": "four keys",
+    "variables": "variables",
+    "common_words": "common words",
+}
 MISSING = "–"
 Cell = dict[str, Any]
 Model = dict[str, Any]
 
 
-def cells_of(file: Path) -> Model:
+def cells_of(file: Path, tasks: Iterable[str] = TITLES) -> Model:
     """Header and one cell per policy and share, from the rows of one model.
+
+    Args:
+        file: output of ``evidence.py run``.
+        tasks: rows of other tasks are left out.
 
     A cell has a task only if all samples of the task are there, so that cells can be
     compared sample by sample: ``scores`` are in the order of ``model["samples"]``.
@@ -39,7 +50,7 @@ def cells_of(file: Path) -> Model:
     for row in rows:
         groups.setdefault((row["label"], row["share"]), []).append(row)
     source = header["source"]
-    samples = {task: _samples(rows, task) for task in TITLES}
+    samples = {task: _samples(rows, task) for task in tasks}
     cells, unfinished, mixed = [], [], []
     for (label, share), cell_rows in groups.items():
         cell = _cell(label, share, cell_rows, samples)
@@ -48,7 +59,7 @@ def cells_of(file: Path) -> Model:
         settings = {json.dumps(row["policy"]) for row in answered(cell_rows)}
         if len(settings) > 1:
             mixed.append(f"{_shown(label, share)}: {' and '.join(sorted(settings))}")
-        if "refused" in cell or any(task in cell for task in TITLES):
+        if "refused" in cell or any(task in cell for task in samples):
             cells.append(cell)
     return {
         "model": header["settings"]["model"],
@@ -78,7 +89,12 @@ def _missing(rows: Sequence[Row], samples: dict[str, list[list[str]]]) -> Iterat
     for task, wanted in samples.items():
         number = sum(_of(row, task) for row in answered(rows))
         if number < len(wanted):
-            yield f"{TITLES[task]} {number} of {len(wanted)}"
+            yield f"{title_of(task)} {number} of {len(wanted)}"
+
+
+def title_of(task: str) -> str:
+    """A task's name in tables."""
+    return (TITLES | OTHER_TITLES)[task]
 
 
 def _shown(label: str, share: float | None) -> str:

@@ -399,12 +399,24 @@ def compare(
 ) -> None:
     """Print a table of settings against one of them, with paired tests."""
     from _evidence_compare import comparison
-    from _evidence_report import cells_of
+    from _evidence_report import OTHER_TITLES, TITLES, cells_of
 
     try:
-        typer.echo(comparison(cells_of(file), reference))
+        model = cells_of(file, [*TITLES, *OTHER_TITLES])
+        typer.echo(comparison(model, reference))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+@app.command()
+def others(
+    file: Annotated[Path, typer.Argument(help="output of `run` with other tasks")],
+) -> None:
+    """Print scores on tasks like RULER's, and their mean as a share of stock's."""
+    from _evidence_report import OTHER_TITLES, cells_of
+    from _evidence_tasks import other_tasks
+
+    typer.echo(other_tasks(cells_of(file, OTHER_TITLES)))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,17 @@ import torch
 from _docs_evidence import verdict_of
 from _evidence_compare import comparison
 from _evidence_engine import ForcedTokens
-from _evidence_report import cells_of, complete, speed_tables, tables
+from _evidence_report import (
+    OTHER_TITLES,
+    TITLES,
+    cells_of,
+    complete,
+    speed_tables,
+    tables,
+)
 from _evidence_samples import READ, Prompt, conversation, reference_file, windows
 from _evidence_speed import SpeedRounds
+from _evidence_tasks import other_tasks
 from _evidence_verdicts import comparisons, holm, sign_test
 from _prefill_store import Prefill, PrefillStore
 from _quality_fit import fit, held_tokens
@@ -446,3 +454,53 @@ def test_few_contexts_are_not_tested():
 def test_an_unknown_reference_is_named_with_those_that_exist():
     with pytest.raises(ValueError, match="'c'; there are a, b"):
         comparison(model_of(cell("a", BAD), cell("b", GOOD)), "c")
+
+
+# -- tasks that nothing is chosen by -----------------------------------------------
+
+
+def rows_of(label: str, task: str, scores: list[float]) -> list[dict[str, Any]]:
+    is_stock = label == "stock"
+    common = {"label": label, "share": None if is_stock else 0.1, "commit": "abc"}
+    common["policy"] = {} if is_stock else {"name": label}
+    common |= {"resident_bytes": 1 << 20, "peak_bytes": 1 << 20, "host_bytes": 0}
+    return [
+        common | {"task": task, "sample": f"{i}", "group": f"{i}", "score": score}
+        for i, score in enumerate(scores)
+    ]
+
+
+@pytest.fixture
+def other_rows(rows_file):
+    """Eight samples of two tasks; ``tova`` lacks one of them."""
+    half, whole = [0.5] * 8, [1.0] * 8
+    rows = [
+        *rows_of("h2o", "variables", [0.0] * 8),
+        *rows_of("h2o", "multivalue", [0.25] * 4 + [0.75] * 4),
+        *rows_of("stock", "variables", half),
+        *rows_of("stock", "multivalue", whole),
+        *rows_of("snapkv", "variables", half),
+        *rows_of("snapkv", "multivalue", half),
+        *rows_of("tova", "variables", whole),
+    ]
+    with rows_file.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return rows_file
+
+
+def test_other_tasks_are_shares_of_stock_s_mean(other_rows):
+    table = other_tasks(cells_of(other_rows, OTHER_TITLES)).splitlines()
+    head, _, *rows = ([x.strip() for x in row.split("|")[1:-1]] for row in table)
+    assert head[1:3] == ["four values", "variables"]
+    assert [row[0] for row in rows] == ["`stock`", "`snapkv`", "`h2o`"]
+    assert [row[3] for row in rows] == ["0.75", "0.50", "0.25"]
+    assert rows[1][4] == "67% (67% to 67%)"
+    assert rows[2][4].startswith("33% (")
+    assert rows[2][4] != "33% (33% to 33%)"
+
+
+def test_other_tasks_are_compared_by_their_means(other_rows):
+    model = cells_of(other_rows, [*TITLES, *OTHER_TITLES])
+    text = comparison(model, "h2o")
+    assert "| `snapkv` | 0.50 | 4, 4, 1 | 0.50 | 8, 0, 0.0078 |" in text
+    assert "four values" not in tables([cells_of(other_rows)])
