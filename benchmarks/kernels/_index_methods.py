@@ -4,7 +4,8 @@ Each method has a ``name``, a ``knob`` that trades speed for coverage, the value
 for it (``knobs``), and these calls:
 
     build()                  build the index of all heads; can be called again
-    insert(more)             add keys [heads, n, head_dim] behind the others
+    insert(more)             add keys [heads, n, head_dim] behind the others, unless
+                             ``inserts`` is false
     ready()                  finish after the last build or insert; not timed
     prepared(queries)        convert queries [heads, n, head_dim] for ``ask``
     ask(prepared, value)     int64 [heads, n, K], the slots found; -1 for none
@@ -28,7 +29,8 @@ from index import placed
 from vllm_kvplugins.index import BruteForceIndex, CodedIndex, DCIIndex, Keys
 from vllm_kvplugins.index.compiled import CompiledIndex
 
-PACKAGES = {"hnswlib": "hnswlib", "faiss": "faiss-cpu"}  # module: package to install
+# module: package to install
+PACKAGES = {"hnswlib": "hnswlib", "faiss": "faiss-cpu", "scann": "scann"}
 K = 64
 # Keys of an insertion, a page that leaves the window, and number of insertions.
 INSERTED, INSERTS = 16, 64
@@ -44,6 +46,7 @@ class Ours:
         settings: of the index.
     """
 
+    inserts = True
     kinds: ClassVar[dict[str, type[CompiledIndex]]] = {
         "scan": BruteForceIndex,
         "tree": DCIIndex,
@@ -89,6 +92,7 @@ class Library(ABC):
     """
 
     name = knob = ""
+    inserts = True
 
     def __init__(self, keys: torch.Tensor, module: Any, threads: int) -> None:
         self.module = module
@@ -189,6 +193,72 @@ class IvfFlat(Library):
     def ask_head(self, index: Any, queries: Any, knob: int) -> Any:
         index.nprobe = knob
         return index.search(queries, K)[1]
+
+
+class IvfFastScan(IvfFlat):
+    """FAISS's inverted lists of 4-bit codes, one per two dimensions.
+
+    Codes are scored from registers, and the best eight times 64 keys again exactly.
+    """
+
+    name = "faiss ivf-pq fast-scan"
+
+    def build_head(self, rows: Any) -> Any:
+        metric = self.module.METRIC_INNER_PRODUCT
+        coarse = self.module.IndexFlatIP(self.dim)
+        index = self.module.IndexIVFPQFastScan(
+            coarse, self.dim, self.lists, self.dim // 2, 4, metric
+        )
+        index.cp.min_points_per_centroid = 1
+        exact = self.module.IndexRefineFlat(index)
+        exact.k_factor = 8
+        exact.train(rows)
+        exact.add(rows)
+        return exact
+
+    def ask_head(self, index: Any, queries: Any, knob: int) -> Any:
+        self.module.extract_index_ivf(index.base_index).nprobe = knob
+        return index.search(queries, K)[1]
+
+
+class Scann(Library):
+    """ScaNN: a tree of lists, 4-bit codes per two dimensions, 256 exact scores.
+
+    It adds keys only to an index with names, whose searches return strings.
+    """
+
+    name, knob = "scann", "leaves"
+    inserts = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.leaves = round(4 * math.sqrt(self.count))
+        self.knobs = steps(1, self.leaves)
+
+    def build_head(self, rows: Any) -> Any:
+        builder = self.module.scann_ops_pybind.builder(rows, K, "dot_product")
+        builder.set_n_training_threads(1)
+        builder.tree(
+            num_leaves=self.leaves,
+            num_leaves_to_search=1,
+            training_sample_size=self.count,
+        )
+        builder.score_ah(2, anisotropic_quantization_threshold=0.2)
+        return builder.reorder(256).build()
+
+    def insert_head(self, index: Any, rows: Any) -> None:
+        raise NotImplementedError
+
+    def ask_head(self, index: Any, queries: Any, knob: int) -> Any:
+        return index.search_batched(queries, leaves_to_search=knob)[0].astype("int64")
+
+
+# by module
+LIBRARIES: dict[str, tuple[type[Library], ...]] = {
+    "hnswlib": (Hnsw,),
+    "faiss": (IvfFlat, IvfFastScan),
+    "scann": (Scann,),
+}
 
 
 def steps(low: int, high: int) -> list[int]:

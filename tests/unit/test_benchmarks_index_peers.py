@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import index_peers
 import pytest
 import torch
-from _index_methods import Hnsw, IvfFlat, K, Ours, steps
+from _index_methods import LIBRARIES, K, Ours, steps
 from index_peers import coverage, crossovers, tune, where
 from real_keys import mass_covered
 
@@ -71,23 +71,31 @@ def test_crossovers_are_interpolated():
     assert result == [("scan float32", 1.5), ("hnswlib", 0.5)]
 
 
-@pytest.mark.parametrize("kind", ["tree", "scan", "codes", "hnswlib", "faiss"])
+METHODS = [
+    *((kind, "") for kind in Ours.kinds),
+    *((kind.name, module) for module, kinds in LIBRARIES.items() for kind in kinds),
+]
+
+
+@pytest.mark.parametrize(("kind", "library"), METHODS)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_every_method_finds_all_when_it_looks_at_all(kind, threads):
+def test_every_method_finds_all_when_it_looks_at_all(kind, library, threads):
     if kind in ("tree", "codes") and compiled.extension_problem():
         pytest.skip("the extension is not built")
     keys, queries, exact = made()
-    if kind in Ours.kinds:
+    if not library:
         method = Ours(kind, keys, torch.float32)
     else:
-        module = pytest.importorskip(kind)
-        method = {"hnswlib": Hnsw, "faiss": IvfFlat}[kind](keys, module, threads)
+        module = pytest.importorskip(library)
+        (made_by,) = (each for each in LIBRARIES[library] if each.name == kind)
+        method = made_by(keys, module, threads)
     method.build()
     method.ready()
     result = method.ask(method.prepared(queries), method.knobs[-1])
     assert result.dtype == torch.int64
     assert result.shape == exact.shape
-    enough = 0.999 if kind == "codes" else 0.9999  # codes round
+    codes = kind == "codes" or library == "scann" or "fast-scan" in kind
+    enough = 0.999 if codes else 0.9999  # codes round
     assert coverage(queries, keys, result, exact) > enough
 
 
