@@ -145,6 +145,27 @@ def test_a_lazy_index_is_not_waited_for(monkeypatch):
     fake.check_idle()
 
 
+@pytest.mark.parametrize("prefill_block", [None, 8])
+def test_the_first_token_does_not_wait_for_the_index(monkeypatch, prefill_block):
+    """Nor do the blocks of a prompt; the first selection does."""
+    monkeypatch.setattr(ExactTopK, "new_index", lambda *_: Slow())
+    Slow.may_build.clear()
+    Slow.calls = 0
+    fake = engine("exact-topk", prefill_block=prefill_block)
+    request = fake.add("r", 43, 20)
+    while request.computed < 43:
+        fake.step({"r": 43})
+    assert request.known > 43, "a token was generated"
+    assert fake.retrieval._requests["r"].tokens > 0, "tokens are on the host"
+    Slow.may_build.set()
+    while not request.done:
+        fake.step({"r": 1})
+    assert Slow.calls > 0
+    assert fake.retrieval.traffic.failed == 0, "no index was given up"
+    fake.remove("r")
+    fake.check_idle()
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 def test_keys_that_no_index_takes_are_scanned(lazy):
     """NaN in one request must not end other requests."""
