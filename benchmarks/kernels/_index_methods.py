@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from index import placed
 
@@ -250,7 +251,9 @@ class Scann(Library):
         raise NotImplementedError
 
     def ask_head(self, index: Any, queries: Any, knob: int) -> Any:
-        return index.search_batched(queries, leaves_to_search=knob)[0].astype("int64")
+        found = index.search_batched(queries, leaves_to_search=knob)[0].astype("int64")
+        missing = K - found.shape[1]  # few leaves may have fewer keys
+        return np.pad(found, ((0, 0), (0, missing)), constant_values=-1)
 
 
 # by module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,19 @@ from _evidence_auto import (
     share_of_stock,
 )
 from _evidence_package import choosing
-from _evidence_report import Model, name_of
+from _evidence_report import OTHER_TITLES, Model, cells_of, name_of
 from _evidence_samples import KL, MULTIKEY, PASSKEY
 
 from vllm_kvplugins.choice.requests import Workload
 
-ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "evidence.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ROWS = RESULTS / "evidence.json"
+
+
+def _model_name(file: Path) -> str:
+    return file.stem.removeprefix("ruler-")
+
+
 EVERY_WORKLOAD = pytest.mark.parametrize("workload", list(Workload))
 
 
@@ -71,6 +79,24 @@ def test_a_difference_in_pairs_is_as_small_as_the_documentation_says(
     rows = comparisons(every_model, Workload.AGENT)
     worse = [each for each in rows if each.is_worse_in_pairs]
     assert all(each.task == KL and each.own - each.best < 0.01 for each in worse)
+
+
+@EVERY_WORKLOAD
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("ruler-*.jsonl")), ids=_model_name)
+def test_tasks_that_it_was_not_chosen_by(models, workload, file):
+    """It answers them like stock vLLM, and no single policy is clearly better."""
+    chosen = chosen_by_halves(models, workload, True, MIN_SCORE)
+    model = cells_of(file, OTHER_TITLES)
+    tasks = [task for task, samples in model["samples"].items() if samples]
+    assert len(tasks) == 4
+    assert share_of_stock(model, chosen, tasks)[0] >= 0.95
+    for task in tasks:
+        own = statistics.mean(scores_of(model, task, chosen))
+        others = [
+            cell[task] for cell in model["cells"] if cell["share"] and task in cell
+        ]
+        best = max(others, key=lambda score: score["mean"])
+        assert own >= (best["low"] or best["mean"]), task
 
 
 @EVERY_WORKLOAD
