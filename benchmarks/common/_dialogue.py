@@ -1,8 +1,9 @@
 """Seeded dialogues: facts told in early turns, questions about them in the last turns.
 
 The first turns tell one fact each. The next turns are filler on other topics. The last
-turns ask for the facts in random order. The assistant's answers are fixed, so every
-policy reads the same history.
+turns ask for the facts in random order. Instead of facts, the first turn can give a
+rule for answers of one kind, which the last turn requests. The assistant's answers are
+fixed, so every policy reads the same history.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import comb, sqrt
 from pathlib import Path
@@ -40,6 +42,17 @@ _KINDS = (
         ("fruit", "dessert", "breakfast", "snack", "soup", "drink"),
         ("cherry", "ginger", "almond", "coconut", "pumpkin", "lemon", "honey"),
     ),
+)
+RULES_SYSTEM = (
+    "You are a helpful assistant. You follow the rules that the user gave you earlier "
+    "in the conversation."
+)
+_RULE_WORDS = ("Amber", "Velvet", "Copper", "Lantern", "Marble", "Thunder", "Pepper")
+_LISTS = ("fruits", "colors", "animals", "tools", "rivers", "sports", "planets")
+_LIST_RULE = "Whenever I ask you for a list, {rule}."
+_RULES_NOTED = (
+    "Understood, I will do that whenever you ask me for a list.",
+    "All right, that is what I will do with every list.",
 )
 _ALSO = (
     "I wanted you to know that before we start.",
@@ -84,12 +97,19 @@ _SENTENCES = (
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One fact and its question. ``others``: the other values of this kind."""
+    """One fact and its question, or a rule and a request to which it applies.
+
+    Attributes:
+        value: what a right answer has; for a rule the word that it asks for, if any.
+        others: the other values of this kind.
+        rule: name of the rule in ``RULES``; "" for a fact.
+    """
 
     told: str
     question: str
     value: str
     others: tuple[str, ...]
+    rule: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +217,70 @@ def preferences(path: Path, seeds: int, sentences: int, fillers: int) -> list[Sa
     return samples
 
 
+def rules(seed: int, sentences: int = 12, fillers: int = FILLERS) -> list[Sample]:
+    """A rule for lists in the first turn, and the request for a list in the last one.
+
+    One sample per rule, with fillers of its own. No turn between them has a list, so
+    the history does not show the rule. What an answer must have is checked by code.
+
+    Args:
+        sentences, fillers: as in :func:`dialogue`.
+    """
+    samples = []
+    for name, (text, _) in RULES.items():
+        rng = random.Random(f"rule {name} {seed}")
+        word = rng.choice(_RULE_WORDS)
+        told = _LIST_RULE.format(rule=text.format(word=word))
+        question = f"List three {rng.choice(_LISTS)}."
+        _, more = filler(rng, sentences // 2)
+        turns = [(told, f"{rng.choice(_RULES_NOTED)} {more}")]
+        turns += [filler(rng, sentences) for _ in range(fillers + FACTS)]
+        history = [_message("system", RULES_SYSTEM)]
+        for user, assistant in turns:
+            history += [_message("user", user), _message("assistant", assistant)]
+        fact = Fact(told, question, word, (), name)
+        request = _message("user", question)
+        samples.append(Sample([*history, request], fact, 1, len(turns) + 1))
+    return samples
+
+
+def _starts(answer: str, word: str) -> bool:
+    return re.findall(r"\w+", answer.lower())[:1] == [word.lower()]
+
+
+def _ends(answer: str, word: str) -> bool:
+    return re.findall(r"\w+", answer.lower())[-1:] == [word.lower()]
+
+
+def _is_upper(answer: str, word: str) -> bool:
+    return answer.isupper()
+
+
+def _has_semicolons(answer: str, word: str) -> bool:
+    return answer.count(";") >= 2 and "\n" not in answer.strip()
+
+
+# What a rule asks for, and whether an answer follows it, given the rule's word.
+RULES: dict[str, tuple[str, Callable[[str, str], bool]]] = {
+    "starts": ("start your answer with the word {word}", _starts),
+    "ends": ("end your answer with the word {word}", _ends),
+    "capitals": ("write your whole answer in capital letters", _is_upper),
+    "semicolons": (
+        "write it on one line and put semicolons between the items",
+        _has_semicolons,
+    ),
+}
+
+
 def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
 def is_right(answer: str, fact: Fact) -> bool:
-    """Whether the answer contains the value, as a word, and no other value of its
-    kind."""
+    """Whether the answer contains the value, as a word, and no other value of its kind;
+    or whether it follows the rule."""
+    if fact.rule:
+        return RULES[fact.rule][1](answer, fact.value)
     words = set(re.findall(r"\w+", answer.lower()))
     return fact.value.lower() in words and not any(
         other.lower() in words for other in fact.others

@@ -3,9 +3,10 @@
 Reads a document once with full KV. Offloads its first tokens as the engine would.
 Single later queries then request a budget of tokens from each retriever. Reports the
 attention to the tokens found, summed over the queries that share a KV head, as a share
-of what the exact choice of the same size gets. With ``--append-tokens`` the index gets
-the keys in blocks, as with ``prefill_block``. With ``host_dtype`` the index reads
-quantized keys, and attention is still that of the exact keys.
+of what the exact choice of the same size gets; for compiled indices also the share of
+the keys that a search scores. With ``--append-tokens`` the index gets the keys in
+blocks, as with ``prefill_block``. With ``host_dtype`` the index reads quantized keys,
+and attention is still that of the exact keys.
 
     python benchmarks/quality/coverage.py MODEL DOCUMENTS --json-out coverage.json
 """
@@ -33,6 +34,7 @@ from transformers import AutoTokenizer
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.engine.retrieval.row_order import RowOrder
 from vllm_kvplugins.index import Keys
+from vllm_kvplugins.index.compiled import CompiledIndex
 from vllm_kvplugins.policies import available_policies, icecache
 
 BUDGETS = (64, 128, 256)
@@ -90,15 +92,32 @@ def selection(
     return choose
 
 
+def scored_keys(
+    policy: Any, index: Any, queries: torch.Tensor, on_host: Keys
+) -> list[int]:
+    """Keys whose scores a search for ``BUDGETS[0]`` keys computes, one per KV head.
+
+    Codes are scored for all queries of a KV head together. Means of pages do not count.
+    Empty if the index does not tell.
+    """
+    if not isinstance(index, CompiledIndex) or policy.page_selection is not None:
+        return []
+    visits = index.query_topk(queries, on_host, BUDGETS[0]).visits
+    return visits.amax(-1).tolist()
+
+
 def coverage(
     policy: Any,
     prompt: Prompt,
     offloaded: range,
     positions: range,
     append_tokens: int = 0,
-) -> dict[int, list[float]]:
-    """Shares by budget: one per layer, KV head and query."""
+) -> tuple[dict[int, list[float]], list[float]]:
+    """Shares by budget, one per layer, KV head and query; and the shares of the keys
+    that are scored.
+    """
     shares: dict[int, list[float]] = {budget: [] for budget in BUDGETS}
+    scored: list[float] = []
     for layer in range(policy.skip_layers, len(prompt.keys)):
         keys = prompt.keys[layer][:, offloaded.start : offloaded.stop]
         heads, _, head_dim = keys.shape
@@ -113,13 +132,15 @@ def coverage(
         for position in positions:
             queries = prompt.queries[layer][:, position]
             grouped = queries.reshape(heads, -1, head_dim)
+            visits = scored_keys(policy, index, grouped, on_host)
+            scored += [count / len(offloaded) for count in visits]
             worth = (grouped @ keys.transpose(1, 2) * scale).softmax(-1).sum(1)
             for budget in BUDGETS:
                 result = choose(grouped, scale, budget)
                 held = worth.gather(1, result.clamp(min=0)).masked_fill(result < 0, 0)
                 best = worth.topk(budget).values.sum(1)
                 shares[budget] += (held.sum(1) / best).tolist()
-    return shares
+    return shares, scored
 
 
 def main(
@@ -144,6 +165,7 @@ def main(
     masked = MaskedModel(model)
     chosen = [json.loads(p) for p in policy] if policy else retrievers()
     shares: dict[tuple[int, int], list[float]] = {}
+    scored: dict[int, list[float]] = {}
     used: list[str] = []
     for document in read_documents(documents):
         ids = tokenizer.encode(document.text)[:tokens]
@@ -156,14 +178,18 @@ def main(
         for number, request in enumerate(track(chosen, document.name, console=console)):
             parsed = parse_policy(request)
             span = range(parsed.sinks, tokens - parsed.window)  # type: ignore[attr-defined]
-            by_budget = coverage(parsed, prompt, span, positions, append_tokens)
+            by_budget, visited = coverage(
+                parsed, prompt, span, positions, append_tokens
+            )
+            scored.setdefault(number, []).extend(visited)
             for budget, some in by_budget.items():
                 shares.setdefault((number, budget), []).extend(some)
     if len(used) < limit:
         raise typer.BadParameter(
             f"{documents} has {len(used)} documents of {tokens} tokens, not {limit}"
         )
-    table = Table("retriever", *(f"{budget} tokens" for budget in BUDGETS))
+    columns = [f"{budget} tokens" for budget in BUDGETS]
+    table = Table("retriever", *columns, "scored keys")
     rows = []
     for number, request in enumerate(chosen):
         cells = []
@@ -173,6 +199,8 @@ def main(
             mean, low = statistics.mean(all_of_them), tenths[0]
             rows.append({"policy": request, "budget": budget, "mean": mean, "p10": low})
             cells.append(f"{mean:.3f} ({low:.3f})")
+        some = scored[number]
+        cells.append(f"{statistics.mean(some):.0%}" if some else "–")
         table.add_row(json.dumps(request), *cells)
     console.print("mean share of what the exact choice covers (lowest tenth below)")
     console.print(table)

@@ -6,7 +6,9 @@ question is one request with the whole history. The engine splits it at the turn
 and so keeps the same tokens as over several requests.
 
 ``--prefeval PATH`` uses preferences of PrefEval instead, and measures how likely the
-model finds their words when it should repeat them.
+model finds their words when it should repeat them. ``--rules`` gives a rule for lists
+in the first turn, such as "write it in capital letters", and checks the list that the
+last turn requests.
 
 Every answer is a line of ``--out``; an interrupted run resumes from this file.
 
@@ -29,6 +31,7 @@ from _dialogue import (
     is_right,
     mean_interval,
     preferences,
+    rules,
     sign_test,
     wilson,
 )
@@ -36,7 +39,7 @@ from _engine import EngineJob, child_rows, provenance
 from rich.console import Console
 from rich.table import Table
 
-MAX_TOKENS = 12
+MAX_TOKENS, MAX_LIST_TOKENS = 12, 48
 AT_A_TIME = 4
 
 
@@ -50,6 +53,7 @@ class Setting:
     sentences: int
     fillers: int
     prefeval: str = ""  # a path
+    rules: bool = False
 
     def samples(self, seeds: int) -> list[tuple[str, Sample]]:
         """All questions by name, dialogue after dialogue."""
@@ -58,12 +62,11 @@ class Setting:
                 Path(self.prefeval), seeds, self.sentences, self.fillers
             )
             return [(f"{number}.0", sample) for number, sample in enumerate(samples)]
+        made = rules if self.rules else dialogue
         return [
             (f"{seed}.{number}", sample)
             for seed in range(seeds)
-            for number, sample in enumerate(
-                dialogue(seed, self.sentences, self.fillers)
-            )
+            for number, sample in enumerate(made(seed, self.sentences, self.fillers))
         ]
 
     def shared(self) -> dict[str, Any]:
@@ -138,7 +141,7 @@ def run_engine(setting: Setting, job: Job, todo: list[str], seeds: int) -> None:
     for first in range(0, len(todo), AT_A_TIME):
         names = todo[first : first + AT_A_TIME]
         chats = [samples[name].messages for name in names]
-        sampling = [_sampling(llm, samples[name].forced) for name in names]
+        sampling = [_sampling(llm, samples[name]) for name in names]
         outputs = llm.chat(chats, sampling, use_tqdm=False)
         for name, output in zip(names, outputs, strict=True):
             row = {
@@ -149,13 +152,14 @@ def run_engine(setting: Setting, job: Job, todo: list[str], seeds: int) -> None:
             print("RESULT " + json.dumps(row), flush=True)
 
 
-def _sampling(llm: Any, forced: str) -> Any:
+def _sampling(llm: Any, sample: Sample) -> Any:
     """Greedy sampling, or a forced answer with its log-probabilities."""
     from vllm import SamplingParams
 
-    if not forced:
-        return SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    forced_ids = llm.get_tokenizer().encode(forced, add_special_tokens=False)
+    if not sample.forced:
+        most = MAX_LIST_TOKENS if sample.fact.rule else MAX_TOKENS
+        return SamplingParams(temperature=0, max_tokens=most)
+    forced_ids = llm.get_tokenizer().encode(sample.forced, add_special_tokens=False)
     return SamplingParams(
         temperature=0,
         max_tokens=len(forced_ids),
@@ -199,7 +203,7 @@ def _resident_tokens(llm: Any, job: Job) -> Any:
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """Identifies a measurement."""
     fields = (*Setting.__dataclass_fields__, "config", "sample")
-    return tuple(row[field] for field in fields)
+    return tuple(row.get(field, False) for field in fields)  # older rows have no rules
 
 
 def read_rows(out: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -309,7 +313,9 @@ def main(
     ratio: Annotated[
         list[float] | None, typer.Option(help="shares; default: 5")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="dialogues, of three questions each")] = 10,
+    seeds: Annotated[
+        int, typer.Option(help="dialogues: three facts, or all rules")
+    ] = 10,
     limit: Annotated[int, typer.Option(help="questions per engine; 0: all")] = 0,
     floor: Annotated[
         int, typer.Option(help="minimum tokens to keep of each turn")
@@ -319,6 +325,9 @@ def main(
     prefeval: Annotated[
         Path | None, typer.Option(help="PrefEval's JSON file or folder")
     ] = None,
+    given_rules: Annotated[
+        bool, typer.Option("--rules", help="rules for lists instead of facts")
+    ] = False,
     block_size: int = 32,
     dtype: str = "bfloat16",
     out: Path = Path("turns.jsonl"),
@@ -332,7 +341,11 @@ def main(
     if not model:
         raise typer.BadParameter("give a MODEL")
     prefeval_path = str(prefeval or "")
-    setting = Setting(model, dtype, block_size, sentences, fillers, prefeval_path)
+    if prefeval and given_rules:
+        raise typer.BadParameter("give --prefeval or --rules, not both")
+    setting = Setting(
+        model, dtype, block_size, sentences, fillers, prefeval_path, given_rules
+    )
     # the shortest turn has no more queries for a window
     bases = base or ['{"name": "snapkv", "window": 8}']
     ratios = ratio or [0.1, 0.3, 0.5, 0.7, 0.9]

@@ -12,11 +12,13 @@ import turns
 from _dialogue import (
     FACTS,
     FILLERS,
+    RULES,
     Fact,
     dialogue,
     is_right,
     mean_interval,
     preferences,
+    rules,
     sign_test,
     wilson,
 )
@@ -50,6 +52,36 @@ def test_a_later_question_has_the_earlier_ones_in_its_history():
     assert second.messages[: len(first.messages)] == first.messages
     answer = second.messages[len(first.messages)]
     assert answer == {"role": "assistant", "content": f"{first.fact.value}."}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rule_is_given_first_and_applies_last(seed):
+    samples = rules(seed)
+    assert [sample.fact.rule for sample in samples] == list(RULES)
+    for sample in samples:
+        texts = [message["content"] for message in sample.messages]
+        assert len(texts) == 2 * (1 + FILLERS + FACTS) + 2
+        assert texts[1] == sample.fact.told
+        assert texts[-1] == sample.fact.question
+        assert sum("list" in text.lower() for text in texts[3:-1]) == 0
+    assert samples == rules(seed)
+    assert samples != rules(seed + 1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "followed", "broken"),
+    [
+        ("starts", "Amber: apple, pear", "apple, pear, amber"),
+        ("ends", "1. apple\n2. pear\n\nAmber.", "Amber: apple and pear"),
+        ("capitals", "1. APPLE 2. PEAR", "Apple, Pear"),
+        ("semicolons", "apple; pear; plum", "apple;\npear; plum"),
+    ],
+)
+def test_rules_are_checked_by_code(rule, followed, broken):
+    fact = Fact("", "", "Amber", (), rule)
+    assert is_right(followed, fact)
+    assert not is_right(broken, fact)
+    assert not is_right("", fact)
 
 
 @pytest.mark.parametrize(
