@@ -383,7 +383,7 @@ def main() -> None:
         rows += measure(options, result, count, heads)
     facts["load after"] = f"{os.getloadavg()[0]:.1f}"
     lines = crossovers(rows)
-    console = Console(width=160)
+    console = Console(width=200)
     console.print_json(data=facts)
     console.print(table_of(rows))
     console.print(table_of_crossovers(options.sizes, lines))
