@@ -231,7 +231,8 @@ def rules(seed: int, sentences: int = 12, fillers: int = FILLERS) -> list[Sample
         rng = random.Random(f"rule {name} {seed}")
         word = rng.choice(_RULE_WORDS)
         told = _LIST_RULE.format(rule=text.format(word=word))
-        question = f"List three {rng.choice(_LISTS)}."
+        about = rng.choice(_LISTS)
+        question = f"List three {about}. Follow the rule that I gave you for lists."
         _, more = filler(rng, sentences // 2)
         turns = [(told, f"{rng.choice(_RULES_NOTED)} {more}")]
         turns += [filler(rng, sentences) for _ in range(fillers + FACTS)]
