@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import comb, sqrt
 from pathlib import Path
@@ -169,10 +169,7 @@ def dialogue(seed: int, sentences: int = 12, fillers: int = FILLERS) -> list[Sam
     for number in rng.sample(range(FACTS), FACTS):
         fact = told_facts[number]
         question = f"{fact.question} Answer with one word."
-        history = [_message("system", SYSTEM)]
-        for user, assistant in turns:
-            history += [_message("user", user), _message("assistant", assistant)]
-        messages = [*history, _message("user", question)]
+        messages = _chat(SYSTEM, turns, question)
         samples.append(Sample(messages, fact, number + 1, len(turns) + 1))
         turns.append((question, f"{fact.value}."))
     return samples
@@ -203,17 +200,10 @@ def preferences(path: Path, seeds: int, sentences: int, fillers: int) -> list[Sa
         random.Random("preferences").sample(items, seeds)
     ):
         rng = random.Random(f"filler {seed}")
-        _, more = filler(rng, sentences // 2)
-        turns = [(preference, f"{rng.choice(_NOTED)} {more}")]
-        turns += [filler(rng, sentences) for _ in range(fillers + FACTS)]
-        history = [_message("system", SYSTEM)]
-        for user, assistant in turns:
-            history += [_message("user", user), _message("assistant", assistant)]
-        request = _message("user", _REPEAT)
+        turns = _told_first(rng, preference, _NOTED, sentences, fillers)
+        messages = _chat(SYSTEM, turns, _REPEAT)
         fact = Fact(preference, _REPEAT, preference, ())
-        samples.append(
-            Sample([*history, request], fact, 1, len(turns) + 1, forced=preference)
-        )
+        samples.append(Sample(messages, fact, 1, len(turns) + 1, forced=preference))
     return samples
 
 
@@ -233,16 +223,30 @@ def rules(seed: int, sentences: int = 12, fillers: int = FILLERS) -> list[Sample
         told = _LIST_RULE.format(rule=text.format(word=word))
         about = rng.choice(_LISTS)
         question = f"List three {about}. Follow the rule that I gave you for lists."
-        _, more = filler(rng, sentences // 2)
-        turns = [(told, f"{rng.choice(_RULES_NOTED)} {more}")]
-        turns += [filler(rng, sentences) for _ in range(fillers + FACTS)]
-        history = [_message("system", RULES_SYSTEM)]
-        for user, assistant in turns:
-            history += [_message("user", user), _message("assistant", assistant)]
+        turns = _told_first(rng, told, _RULES_NOTED, sentences, fillers)
+        messages = _chat(RULES_SYSTEM, turns, question)
         fact = Fact(told, question, word, (), name)
-        request = _message("user", question)
-        samples.append(Sample([*history, request], fact, 1, len(turns) + 1))
+        samples.append(Sample(messages, fact, 1, len(turns) + 1))
     return samples
+
+
+def _told_first(
+    rng: random.Random, told: str, noted: Sequence[str], sentences: int, fillers: int
+) -> list[tuple[str, str]]:
+    """Turns that begin with what the user tells; fillers follow."""
+    _, more = filler(rng, sentences // 2)
+    first = (told, f"{rng.choice(noted)} {more}")
+    return [first, *(filler(rng, sentences) for _ in range(fillers + FACTS))]
+
+
+def _chat(
+    system: str, turns: Sequence[tuple[str, str]], request: str
+) -> list[dict[str, str]]:
+    """The messages of complete turns, and a last request."""
+    messages = [_message("system", system)]
+    for user, assistant in turns:
+        messages += [_message("user", user), _message("assistant", assistant)]
+    return [*messages, _message("user", request)]
 
 
 def _starts(answer: str, word: str) -> bool:

@@ -4,8 +4,8 @@ Each method has a ``name``, a ``knob`` that trades speed for coverage, the value
 for it (``knobs``), and these calls:
 
     build()                  build the index of all heads; can be called again
-    insert(more)             add keys [heads, n, head_dim] behind the others, unless
-                             ``inserts`` is false
+    insert(more)             add keys [heads, n, head_dim] behind the others; only
+                             ``Ours`` and ``GrowingLibrary``
     ready()                  finish after the last build or insert; not timed
     prepared(queries)        convert queries [heads, n, head_dim] for ``ask``
     ask(prepared, value)     int64 [heads, n, K], the slots found; -1 for none
@@ -47,7 +47,6 @@ class Ours:
         settings: of the index.
     """
 
-    inserts = True
     kinds: ClassVar[dict[str, type[CompiledIndex]]] = {
         "scan": BruteForceIndex,
         "tree": DCIIndex,
@@ -93,7 +92,6 @@ class Library(ABC):
     """
 
     name = knob = ""
-    inserts = True
 
     def __init__(self, keys: torch.Tensor, module: Any, threads: int) -> None:
         self.module = module
@@ -113,10 +111,6 @@ class Library(ABC):
     def build(self) -> None:
         self.heads = list(self.map(self.build_head, self.rows))
 
-    def insert(self, more: torch.Tensor) -> None:
-        rows = [head.contiguous().numpy() for head in more]
-        list(self.map(self.insert_head, self.heads, rows))
-
     def ready(self) -> None:  # noqa: B027
         """Does nothing: the index is complete after build()."""
 
@@ -133,15 +127,23 @@ class Library(ABC):
         """An index of one head's float32 rows [n, head_dim]."""
 
     @abstractmethod
-    def insert_head(self, index: Any, rows: Any) -> None:
-        """Add float32 rows [n, head_dim] to one head's index."""
-
-    @abstractmethod
     def ask_head(self, index: Any, queries: Any, knob: int) -> Any:
         """int64 [n, K], the slots found for one head's queries."""
 
 
-class Hnsw(Library):
+class GrowingLibrary(Library):
+    """A library that can add keys to an index."""
+
+    def insert(self, more: torch.Tensor) -> None:
+        rows = [head.contiguous().numpy() for head in more]
+        list(self.map(self.insert_head, self.heads, rows))
+
+    @abstractmethod
+    def insert_head(self, index: Any, rows: Any) -> None:
+        """Add float32 rows [n, head_dim] to one head's index."""
+
+
+class Hnsw(GrowingLibrary):
     """hnswlib's graph, with the library's default degree and construction effort."""
 
     name, knob = "hnswlib", "ef"
@@ -165,7 +167,7 @@ class Hnsw(Library):
         return index.knn_query(queries, K, num_threads=1)[0].astype("int64")
 
 
-class IvfFlat(Library):
+class IvfFlat(GrowingLibrary):
     """FAISS's inverted lists: 4 sqrt(n) lists, as its guidelines recommend."""
 
     name, knob = "faiss ivf-flat", "nprobe"
@@ -225,11 +227,10 @@ class IvfFastScan(IvfFlat):
 class Scann(Library):
     """ScaNN: a tree of lists, 4-bit codes per two dimensions, 256 exact scores.
 
-    It adds keys only to an index with names, whose searches return strings.
+    It adds keys only to an index that was built with a name for each key.
     """
 
     name, knob = "scann", "leaves"
-    inserts = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -246,9 +247,6 @@ class Scann(Library):
         )
         builder.score_ah(2, anisotropic_quantization_threshold=0.2)
         return builder.reorder(256).build()
-
-    def insert_head(self, index: Any, rows: Any) -> None:
-        raise NotImplementedError
 
     def ask_head(self, index: Any, queries: Any, knob: int) -> Any:
         found = index.search_batched(queries, leaves_to_search=knob)[0].astype("int64")

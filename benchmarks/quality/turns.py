@@ -203,7 +203,8 @@ def _resident_tokens(llm: Any, job: Job) -> Any:
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """Identifies a measurement."""
     fields = (*Setting.__dataclass_fields__, "config", "sample")
-    return tuple(row.get(field, False) for field in fields)  # older rows have no rules
+    row = {"rules": False} | row  # older rows do not have it
+    return tuple(row[field] for field in fields)
 
 
 def read_rows(out: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
