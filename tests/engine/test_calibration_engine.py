@@ -11,6 +11,7 @@ from harness import run_scenario
 pytestmark = pytest.mark.engine
 
 SENSITIVE = {"name": "snapkv", "budget": 128, "allocator": "sensitivity"}
+EQUAL_LAYERS = {"name": "snapkv", "budget": 128}
 EPICACHE = {"name": "epicache", "budget": 128, "prefill_block": 128}
 OFF = {"name": "sensitivity", "calibrate": False}
 
@@ -28,10 +29,10 @@ def run(model: str, folder: Path, **arguments: Any) -> Any:
     "policy",
     [
         None,
-        pytest.param(EPICACHE, marks=pytest.mark.slow),
+        pytest.param(EQUAL_LAYERS, marks=pytest.mark.slow),
         pytest.param(SENSITIVE | {"allocator": OFF}, marks=pytest.mark.slow),
     ],
-    ids=["stock", "epicache", "off"],
+    ids=["stock", "equal-layers", "off"],
 )
 def test_nothing_is_measured_unasked(tiny_model, tmp_path, policy):
     result = run(tiny_model, tmp_path, policy=policy)
@@ -53,8 +54,13 @@ def test_the_next_start_uses_what_this_one_measures(tiny_model, tmp_path):
     assert second["weights"] == [0.0, 1.0]
 
 
-def test_a_measurement_ends_with_its_engine(tiny_model, tmp_path):
-    result = run(tiny_model, tmp_path, policy=SENSITIVE, stop=True)
+@pytest.mark.parametrize(
+    "policy",
+    [SENSITIVE, pytest.param(EPICACHE, marks=pytest.mark.slow)],
+    ids=["asked", "by-default"],
+)
+def test_a_measurement_ends_with_its_engine(tiny_model, tmp_path, policy):
+    result = run(tiny_model, tmp_path, policy=policy, stop=True)
     assert result["running"]
     assert result["ended"]
     assert not [name for name in result["files"] if name.endswith(".failed.json")]
