@@ -4,6 +4,8 @@
         --least 12000 --most 40
     python benchmarks/research/router_texts.py FOLDER... --out TEXTS \\
         --asked 0.5 --model MODEL
+    python benchmarks/research/router_texts.py FOLDER... --out TEXTS \\
+        --least 75000 --reach 55000 --asked 0.5 --model MODEL  # 16,384 tokens
 
 Each file that is long enough becomes a ``.txt``. ``--seed`` chooses the same number of
 files from each folder. With ``--asked`` about that share of the texts contain facts and
@@ -25,9 +27,8 @@ from _router_facts import TALK, examined
 
 KINDS = (".html", ".rst", ".rst.txt", ".py", ".txt")
 SILENT = {"script", "style", "head", "nav"}
-# Questions after a text, and characters before them that hold the facts: a window of
-# 256 tokens holds little else, and a window of 2048 tokens holds all of them.
-QUESTIONS, REACH = 10, 5500
+# Questions after a text: a window of 256 tokens holds little else.
+QUESTIONS = 10
 
 
 class _Text(HTMLParser):
@@ -92,6 +93,14 @@ def main(
     asked: Annotated[
         float, typer.Option(min=0, max=1, help="share of texts that end with questions")
     ] = 0,
+    reach: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="characters before the questions that hold the facts; "
+            "by default 2048 tokens hold all of them",
+        ),
+    ] = 5500,
     model: Annotated[
         str, typer.Option(help="model whose chat template most questions use")
     ] = "",
@@ -112,7 +121,7 @@ def main(
                     text = stretch(text, least, draw)
                 if draw.random() < asked:
                     turn = draw.choice(turns)
-                    text = examined(text, draw, REACH, QUESTIONS, turn)
+                    text = examined(text, draw, reach, QUESTIONS, turn)
                 name = f"{number}-{written:03}-{path.name.partition('.')[0]}.txt"
                 (out / name).write_text(text, encoding="utf-8")
                 written += 1

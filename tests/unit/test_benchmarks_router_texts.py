@@ -85,3 +85,25 @@ def test_a_share_of_the_texts_asks(tmp_path):
     assert all(len(text) == 12000 for text in texts if text not in asking)
     # other seeds start elsewhere
     assert len({text[:20] for text in texts}) > 25
+
+
+def test_facts_lie_as_far_back_as_the_reach(tmp_path):
+    """A longer prompt needs facts further from its questions."""
+    (tmp_path / "in").mkdir()
+    words = " ".join(f"word{i}." for i in range(5000))
+    (tmp_path / "in" / "a.txt").write_text(words)
+    app = typer.Typer()
+    app.command()(script.main)
+
+    def first_fact(reach: int) -> int:
+        """Characters before the questions at which the first fact stands."""
+        out = tmp_path / str(reach)
+        folder = str(tmp_path / "in")
+        size = ("--least", "40000", "--reach", str(reach), "--asked", "1")
+        done = CliRunner().invoke(app, [folder, "--out", str(out), *size])
+        assert done.exit_code == 0, done.output
+        text, _ = next(out.iterdir()).read_text().split("\n\n")
+        return len(text) - re.search(r" (?!word)[^ ]+ ", text).start()
+
+    assert 2500 < first_fact(4000) < 5500
+    assert 25000 < first_fact(35000) < 37000
