@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from driver import Driver, make_llm
+from scenarios_sessions import settle
 from texts import random_tokens
 from tiny_model import VOCABULARY
 from torch._dynamo.utils import counters
@@ -56,6 +57,7 @@ def under_policies(
             turns = [len(prompt) - 20] if runs.turns is not None else None
             driver.add(name, prompt, MAX_TOKENS, turn_ends=turns)
         driver.run()
+        settle(driver)  # sessions are saved from blocks of ended requests
         rows.append(
             {
                 "tokens": driver.tokens,

@@ -6,6 +6,7 @@ from typing import Any
 
 import fp8_kernels
 from driver import Driver, make_llm
+from scenarios_sessions import settle
 from texts import random_tokens
 from tiny_model import VOCABULARY
 
@@ -446,6 +447,7 @@ def one_left(
         STORE.update(torch.load(path))
     else:
         prompt += driver.generate({"first": prompt}, ANSWER)["first"]
+        settle(driver)  # a reset drops sessions that are not saved yet
         assert driver.scheduler.reset_prefix_cache()
     before = driver.manager.compactions
     tokens = driver.generate({"again": prompt}, ANSWER)["again"]
