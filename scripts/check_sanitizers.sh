@@ -22,12 +22,12 @@ configure() { # configure SANITIZERS
 }
 
 configure address,undefined
-cmake --build "$build/address,undefined"
+cmake --build "$build/address,undefined" --parallel 2
 ctest --test-dir "$build/address,undefined" --output-on-failure
 echo "ok: address and undefined-behaviour sanitizers"
 
 configure thread
-cmake --build "$build/thread" --target test_threads cuda_tests
+cmake --build "$build/thread" --target test_threads cuda_tests --parallel 2
 # ThreadSanitizer needs fixed ranges of addresses. Where the kernel spreads a
 # program further (vm.mmap_rnd_bits above 28) it dies before main, now and then or
 # always; without address space randomisation it does not.

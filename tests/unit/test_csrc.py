@@ -87,6 +87,7 @@ def build_and_run(tmp_path: Path, name: str, *more: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # it compiles everything twice, with little optimization
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
 def test_core_under_sanitizers():
     output = run(["scripts/check_sanitizers.sh"])
