@@ -194,13 +194,15 @@ def encoder() -> Iterator[str]:
     server.close()
 
 
-def check_every_policy(template: Template, exchanges: list[Exchange]) -> None:
-    """What holds under any policy with sessions."""
+def check_every_policy(
+    template: Template, exchanges: list[Exchange], compressions: int
+) -> None:
+    """What holds under any policy with sessions, with at least as many compressions."""
     reused = [e.computed_tokens < e.prompt_tokens for e in exchanges]
     misses = [number for number, reuses in enumerate(reused) if not reuses]
     assert tuple(misses) == template.misses
     assert max(e.worst_difference for e in exchanges) < 1e-4
-    assert sum(e.report["compressions"] for e in exchanges) > 2
+    assert sum(e.report["compressions"] for e in exchanges) >= compressions
 
 
 @EACH
@@ -209,7 +211,7 @@ def test_flowkv_computes_the_new_text_of_each_request(serve, template):
     small = {"window": 4, "kernel_size": 3}
     base = serve("flowkv", {"ratio": 0.4, "floor": 4, "base_config": small})
     exchanges = Agent(base, template).converse()
-    check_every_policy(template, exchanges)
+    check_every_policy(template, exchanges, compressions=3)
     for exchange in exchanges:
         assert exchange.report["turn_ends"] == exchange.turn_ends
     assert exchanges[-1].turn_ends == list(template.ends)
@@ -225,7 +227,8 @@ def test_epicache_holds_its_budget_and_a_block(serve, encoder, template):
     settings = {"budget": BUDGET, "prefill_block": PREFILL_BLOCK, "encoder": encoder}
     base = serve("epicache", settings)
     exchanges = Agent(base, template).converse()
-    check_every_policy(template, exchanges)
+    # Idle steps compress a history: a busy machine has fewer of them between requests.
+    check_every_policy(template, exchanges, compressions=2)
     # The preamble is exact, and so is what follows the history.
     shared = exchanges[-1].report["cached_tokens"]
     for exchange in exchanges:

@@ -221,7 +221,10 @@ class Machine:
             self.wait_for_reads()
             self.step()
         for _ in range(1000):
-            if not self.directory.pending:
+            directory = self.directory
+            if not (
+                directory.pending or directory.awaits_copies or directory.has_commands
+            ):
                 break
             self.store.wait_for_copies()
             self.step()
