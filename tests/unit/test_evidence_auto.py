@@ -20,6 +20,7 @@ from _evidence_auto import (
 from _evidence_package import choosing
 from _evidence_report import OTHER_TITLES, Model, cells_of, name_of
 from _evidence_samples import KL, MULTIKEY, PASSKEY
+from _evidence_verdicts import cell_of
 
 from vllm_kvplugins.choice.requests import Workload
 
@@ -31,6 +32,8 @@ def _model_name(file: Path) -> str:
     return file.stem.removeprefix("ruler-")
 
 
+# Another policy is better here by more than its interval, as docs/auto.md says.
+BETTER_WITHOUT_AUTO = {("Qwen2.5-Coder-1.5B-Instruct", "common_words")}
 EVERY_WORKLOAD = pytest.mark.parametrize("workload", list(Workload))
 
 
@@ -83,21 +86,39 @@ def test_a_difference_in_pairs_is_as_small_as_the_documentation_says(
 
 @EVERY_WORKLOAD
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("ruler-*.jsonl")), ids=_model_name)
-def test_tasks_that_it_was_not_chosen_by(models, workload, file):
-    """It answers them like stock vLLM, and no single policy is clearly better."""
+def test_tasks_that_it_was_not_chosen_by(every_model, models, workload, file):
+    """Averaged over all tasks it answers like stock vLLM. A single policy is clearly
+    better only where the documentation says so."""
     chosen = chosen_by_halves(models, workload, True, MIN_SCORE)
-    model = cells_of(file, OTHER_TITLES)
-    tasks = [task for task, samples in model["samples"].items() if samples]
+    others = cells_of(file, OTHER_TITLES)
+    (model,) = (m for m in every_model if m["model"] == others["model"])
+    tasks = [task for task, samples in others["samples"].items() if samples]
     assert len(tasks) == 4
-    assert share_of_stock(model, chosen, tasks)[0] >= 0.95
-    for task in tasks:
-        own = statistics.mean(scores_of(model, task, chosen))
-        others = [
-            cell[task] for cell in model["cells"] if cell["share"] and task in cell
-        ]
-        best = max(others, key=lambda score: score["mean"])
-        equal = best["low"] is None  # all contexts have the same score
-        assert own >= (best["mean"] if equal else best["low"]), task
+    every = with_tasks_of(model, others)
+    assert share_of_stock(every, chosen, [PASSKEY, MULTIKEY, *tasks])[0] >= 0.95
+    assert {task for task in tasks if is_below(others, task, chosen)} == {
+        task for name, task in BETTER_WITHOUT_AUTO if name == model["model"]
+    }
+
+
+def with_tasks_of(model: Model, other: Model) -> Model:
+    """The model with the samples of both; ``other`` has cells at one share only."""
+    cells = [
+        cell | {key: value for key, value in each.items() if key in other["samples"]}
+        for each in other["cells"]
+        if (cell := cell_of(model, name_of(each), each["share"])) is not None
+    ]
+    samples = {t: s for t, s in other["samples"].items() if s}
+    return model | {"samples": model["samples"] | samples, "cells": cells}
+
+
+def is_below(model: Model, task: str, chosen: tuple[str, ...]) -> bool:
+    """Whether the choice is worse than the interval of the best single policy."""
+    own = statistics.mean(scores_of(model, task, chosen))
+    others = [cell[task] for cell in model["cells"] if cell["share"] and task in cell]
+    best = max(others, key=lambda score: score["mean"])
+    equal = best["low"] is None  # all contexts have the same score
+    return bool(own < (best["mean"] if equal else best["low"]))
 
 
 @EVERY_WORKLOAD
