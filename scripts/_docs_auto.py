@@ -20,6 +20,7 @@ from _evidence_auto import (  # noqa: E402
     chosen_by_halves,
     comparisons,
     share_of_stock,
+    with_tasks_of,
 )
 from _evidence_package import choosing  # noqa: E402
 from _evidence_report import OTHER_TITLES, Model, cells_of  # noqa: E402
@@ -41,16 +42,41 @@ def _models() -> list[Model]:
 
 def tables() -> str:
     """The choices, and the comparison of those with host memory."""
-    return "\n".join([*_choices(), "", *_shares(), "", *_answers(), ""])
+    parts = (_choices(), _shares(), _answers(), _shares_of_other_tasks())
+    return "\n".join(line for part in parts for line in [*part, ""])
 
 
 def other_tasks() -> str:
     """Scores on tasks that nothing is chosen by, a table per model."""
     parts = []
-    for file in sorted((ROOT / "benchmarks" / "results").glob("ruler-*.jsonl")):
-        model = cells_of(file, OTHER_TITLES)
+    for model in _models_of_other_tasks():
         parts += [f"**{model['model']}**", "", table_of_tasks(model), ""]
     return "\n".join(parts)
+
+
+def _models_of_other_tasks() -> Iterator[Model]:
+    for file in sorted((ROOT / "benchmarks" / "results").glob("ruler-*.jsonl")):
+        yield cells_of(file, OTHER_TITLES)
+
+
+def _shares_of_other_tasks() -> Iterator[str]:
+    """What is left of stock's score on tasks that nothing was chosen by."""
+    own = {model["model"]: model for model in _models()}
+    others = list(_models_of_other_tasks())
+    chosen = chosen_by_halves(
+        choosing(_models()), Workload.AGENT, hosted=True, min_score=MIN_SCORE
+    )
+    name = " and ".join(dict.fromkeys(chosen))
+    heads = (f"score of `{name}` / of stock vLLM", *(m["model"] for m in others))
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    tasks = list(OTHER_TITLES)
+    alone = (_share(model, chosen, tasks) for model in others)
+    yield f"| four tasks like RULER's | {' | '.join(alone)} |"
+    every = [PASSKEY, MULTIKEY, *tasks]
+    joined = (with_tasks_of(own[model["model"]], model) for model in others)
+    shares = (_share(model, chosen, every) for model in joined)
+    yield f"| these, pass keys and keys of 16 | {' | '.join(shares)} |"
 
 
 def _choices() -> Iterator[str]:
@@ -83,10 +109,12 @@ def _shares() -> Iterator[str]:
         yield f"| keys found by `{name}` / by stock vLLM | {' | '.join(cells)} |"
 
 
-def _share(model: Model, chosen: Sequence[str]) -> str:
+def _share(
+    model: Model, chosen: Sequence[str], tasks: Sequence[str] = (PASSKEY, MULTIKEY)
+) -> str:
     if not all(cell_of(model, policy, SHARE) for policy in chosen):
         return "not measured"
-    share, low, high = share_of_stock(model, chosen)
+    share, low, high = share_of_stock(model, chosen, tasks)
     return f"{share:.0%} ({low:.0%} to {high:.0%})"
 
 

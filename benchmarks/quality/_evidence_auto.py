@@ -43,7 +43,8 @@ class Comparison:
         own, stock, best: means over all samples.
         policies: what was chosen by either half.
         rival: the best single policy.
-        worst: the end of the 95 % interval of ``best`` at which it is worse.
+        worst: the end of the 95 % interval of ``best`` at which it is worse; ``best``
+            if all contexts are equal.
         low, high: 95 % interval of the paired difference to ``rival``; positive is
             better; None if all differences are equal.
     """
@@ -143,10 +144,11 @@ def comparisons(
 ) -> list[Comparison]:
     """``auto`` on every model and task, also on models that it does not choose by."""
     chosen = chosen_by_halves(choosing(models), workload, hosted, MIN_SCORE)
-    return [_compared(model, task, chosen) for model in models for task in TASKS]
+    return [compared(model, task, chosen) for model in models for task in TASKS]
 
 
-def _compared(model: Model, task: str, chosen: Sequence[str]) -> Comparison:
+def compared(model: Model, task: str, chosen: Sequence[str]) -> Comparison:
+    """The choice on one task of one model, against the best single policy."""
     own = scores_of(model, task, chosen)
     stock = _cell(model, STOCK)[task]["scores"]
     sign = -1 if task == KL else 1
@@ -159,16 +161,18 @@ def _compared(model: Model, task: str, chosen: Sequence[str]) -> Comparison:
     name = f"auto {model['model']} {task} {name_of(rival)}"
     equal = len(set(gaps)) == 1
     low, high = (None if equal else interval(gaps, groups, name)) or (None, None)
+    worst = rival[task]["high" if task == KL else "low"]
+    mean = statistics.mean(rival[task]["scores"])
     return Comparison(
         model["model"],
         task,
         len(own),
         statistics.mean(own),
         statistics.mean(stock),
-        statistics.mean(rival[task]["scores"]),
+        mean,
         tuple(dict.fromkeys(chosen)),
         name_of(rival),
-        rival[task]["high" if task == KL else "low"],
+        mean if worst is None else worst,
         low,
         high,
     )
@@ -209,6 +213,18 @@ def share_of_stock(
     ratios = own[1:] / np.maximum(stock[1:], 1e-9)
     low, high = np.quantile(ratios, [0.025, 0.975])
     return float(own[0] / stock[0]), float(low), float(high)
+
+
+def with_tasks_of(model: Model, other: Model) -> Model:
+    """The model with the tasks of both, in the cells that both have."""
+    tasks = {task: samples for task, samples in other["samples"].items() if samples}
+    cells = []
+    for more in other["cells"]:
+        cell = cell_of(model, name_of(more), more["share"])
+        if cell is not None:
+            scores = {task: more[task] for task in tasks if task in more}
+            cells.append(cell | scores)
+    return model | {"samples": model["samples"] | tasks, "cells": cells}
 
 
 def _sums(

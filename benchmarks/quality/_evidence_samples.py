@@ -34,6 +34,28 @@ OPEN_TOKENS = 64
 PATCHED_TOKENS = 128
 
 
+def setting_of(
+    model: str, texts: Path, dtype: str, samples: int, tokens: int = 2000, seed: int = 0
+) -> Setting:
+    """The setting of all tasks: contexts of this many tokens, from these texts."""
+    return Setting(
+        model=model,
+        dtype=dtype,
+        seed=seed,
+        limit=samples,
+        tokens=tokens,
+        lengths=(tokens,),
+        depths=samples,
+        keys=16,
+        questions=4,
+        shots=0,
+        fillers=0,
+        max_prompt_tokens=0,
+        haystack=str(texts),
+        documents=str(texts),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One request.

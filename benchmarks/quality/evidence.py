@@ -28,7 +28,15 @@ from typing import Annotated, Any
 import _path  # noqa: F401
 import typer
 from _engine import child_rows, provenance
-from _evidence_samples import RULER, TASKS, Prompt, order, prompts_of, reference_file
+from _evidence_samples import (
+    RULER,
+    TASKS,
+    Prompt,
+    order,
+    prompts_of,
+    reference_file,
+    setting_of,
+)
 from _evidence_speed import SPEED, SpeedRounds
 from _prefill_store import PrefillStore
 from _quality_fit import jobs_of, read_policies
@@ -127,22 +135,7 @@ def run(
 ) -> None:
     """Measure the rows that OUT lacks."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    setting = Setting(
-        model=model,
-        dtype=dtype,
-        seed=seed,
-        limit=samples,
-        tokens=tokens,
-        lengths=(tokens,),
-        depths=samples,
-        keys=16,
-        questions=4,
-        shots=0,
-        fillers=0,
-        max_prompt_tokens=0,
-        haystack=str(texts),
-        documents=str(texts),
-    )
+    setting = setting_of(model, texts, dtype, samples, tokens, seed)
     chosen = all_policies()
     if policies:
         chosen = [with_settings(policy) for policy in split_policies(policies)]

@@ -3,15 +3,15 @@
 Retrieval attends to the tokens with the most attention and drops the rest of the
 softmax. This experiment adds an entry per chunk of consecutive tokens: the mean of its
 keys and values, and in its score the logarithm of how many of its tokens are not
-selected. Entries take room from selected tokens: every row holds as many bytes.
+selected. Means take room from selected tokens, so that all chunks hold as many bytes.
 
     OMP_NUM_THREADS=1 python benchmarks/research/unselected_means.py MODEL ESSAYS \\
-        --tasks common_words --samples 10 --chunks 0,32,64 --out rows.jsonl
+        --tasks common_words --samples 12 --chunks=-1,0,32 --out rows.jsonl
 
 The prompt is read with full attention; then every generated token selects exactly,
 per KV head, by the softmax weights summed over its query heads. Sinks, the last tokens
-of the prompt and the answer are always attended to. Chunk 0: no entries. The same
-command continues an interrupted run.
+of the prompt and the answer are always attended to. Chunk 0: no means; -1: full
+attention. The same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ import _path  # noqa: F401
 import torch
 import torch.nn.functional as F
 import typer
-from _evidence_samples import RULER, Prompt, prompts_of
+from _evidence_samples import RULER, Prompt, prompts_of, setting_of
 from _quality_metrics import contains
-from _quality_samples import Setting
 from _quality_stats import interval
 from transformers import AutoTokenizer
 
@@ -37,6 +36,7 @@ from vllm_kvplugins.training.reference_model import load_attending
 
 SINKS, WINDOW = 16, 64
 STOCK = -1
+_TASKS = ", ".join(RULER)
 
 
 def attend_selected(
@@ -59,6 +59,9 @@ def attend_selected(
 
     Returns:
         float32 [num_q_heads, head_dim].
+
+    Raises:
+        ValueError: the means alone take more than ``held`` rows.
     """
     heads, tokens, dim = keys.shape
     keys, values = keys.float(), values.float()
@@ -66,7 +69,11 @@ def attend_selected(
     scores = grouped @ keys.mT  # [heads, group, tokens]
     inside = slice(candidates.start, candidates.stop)
     means = math.ceil(len(candidates) / chunk) if chunk else 0
-    hot = min(max(held - means, 0), len(candidates))
+    if means > held:
+        raise ValueError(
+            f"{means} means do not fit {held} rows; give larger chunks, or more rows"
+        )
+    hot = min(held - means, len(candidates))
     weights = scores[:, :, inside].softmax(-1).sum(1)
     best = weights.topk(hot, -1).indices
     selected = torch.zeros(heads, len(candidates), dtype=torch.bool)
@@ -76,14 +83,14 @@ def attend_selected(
     logits = scores.masked_fill(~kept[:, None], -torch.inf)
     if chunk:
         missing = chunk * means - len(candidates)
-        left = _chunks((~selected).float()[..., None], missing, chunk).sum(2)[..., 0]
+        others = _chunks((~selected).float()[..., None], missing, chunk).sum(2)[..., 0]
         sizes = torch.full((means,), float(chunk))
         sizes[-1] -= missing
         mean_keys, mean_values = (
             _chunks(rows[:, inside], missing, chunk).sum(2) / sizes[:, None]
             for rows in (keys, values)
         )
-        entries = grouped @ mean_keys.mT + left.log()[:, None]
+        entries = grouped @ mean_keys.mT + others.log()[:, None]
         logits = torch.cat([logits, entries], -1)
         values = torch.cat([values, mean_values], 1)
     return (logits.softmax(-1) @ values).flatten(0, 1)
@@ -176,11 +183,26 @@ def report(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _rows_of(out: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an interrupted run.
+
+    Raises:
+        typer.BadParameter: they are of other settings.
+    """
+    lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+    rows = [json.loads(line) for line in lines]
+    if any(row[name] != value for row in rows for name, value in settings.items()):
+        raise typer.BadParameter(
+            f"{out} has rows of other settings than {settings}; give another --out"
+        )
+    return rows
+
+
 def main(
     model: str,
     texts: Path,
     out: Annotated[Path, typer.Option(help="JSONL of scores")],
-    tasks: Annotated[str, typer.Option(help=", ".join(RULER))] = "common_words",
+    tasks: Annotated[str, typer.Option(help=_TASKS)] = "common_words",
     samples: int = 10,
     chunks: Annotated[
         str, typer.Option(help="candidates per mean; 0: no means, -1: full attention")
@@ -188,27 +210,15 @@ def main(
     held: Annotated[int, typer.Option(help="rows per KV head, means included")] = 120,
     dtype: str = "bfloat16",
 ) -> None:
-    setting = Setting(
-        model=model,
-        dtype=dtype,
-        seed=0,
-        limit=samples,
-        tokens=2000,
-        lengths=(2000,),
-        depths=samples,
-        keys=16,
-        questions=4,
-        shots=0,
-        fillers=0,
-        max_prompt_tokens=0,
-        haystack=str(texts),
-    )
-    rows = []
-    if out.exists():
-        rows = [json.loads(line) for line in out.read_text().splitlines()]
+    names = tasks.split(",")
+    unknown = [name for name in names if name not in RULER]
+    if unknown:
+        raise typer.BadParameter(f"no task {', '.join(unknown)}; there are {_TASKS}")
+    settings = {"model": Path(model).name, "dtype": dtype, "held": held}
+    rows = _rows_of(out, settings)
     done = {(row["task"], row["sample"], row["chunk"]) for row in rows}
     reader = Reader(model, dtype, held)
-    for prompt in prompts_of(setting, tasks.split(",")):
+    for prompt in prompts_of(setting_of(model, texts, dtype, samples), names):
         todo = [
             chunk
             for chunk in map(int, chunks.split(","))
@@ -219,7 +229,7 @@ def main(
             assert prompt.sample is not None
             score = contains(reader.answer(prompt, cache, chunk), prompt.sample)
             row = {"task": prompt.task, "sample": prompt.name, "chunk": chunk}
-            rows.append(row | {"held": held, "score": score})
+            rows.append(row | settings | {"score": score})
             with out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
             typer.echo(f"{prompt.task}, {prompt.name}, chunk {chunk}: {score:.2f}")

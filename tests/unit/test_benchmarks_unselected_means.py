@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import typer
 import unselected_means as script
 
 HEADS, GROUP, TOKENS, DIM = 2, 3, 50, 8
@@ -47,17 +48,32 @@ def test_means_of_equal_tokens_are_exact_at_any_number_of_selected_ones(inputs):
 
 
 def test_means_take_room_from_selected_tokens(inputs):
-    """With values that name their token, the output shows which are attended to."""
+    """Only one token has a value, so the output shows whether it is selected."""
     query, keys, _ = inputs
     values = torch.zeros(HEADS, TOKENS, DIM)
-    values[:, CANDIDATES.start :, 0] = 1
-    values[:, CANDIDATES.stop :, 0] = 0
-    strong = keys.clone()
-    strong[:, 10] += 50 * query.view(HEADS, GROUP, DIM).mean(1)
-    one = script.attend_selected(query, strong, values, 1.0, CANDIDATES, 1, 0)
-    assert one[:, 0].min() > 0.9, "the token with the most attention is selected"
-    none = script.attend_selected(query, strong, values, 1.0, CANDIDATES, 0, 0)
-    assert none[:, 0].max() == 0
+    values[:, 10] = 1
+    keys[:, 10] += 50 * query.view(HEADS, GROUP, DIM).mean(1)
+
+    def share(held: int, chunk: int) -> torch.Tensor:
+        return script.attend_selected(
+            query, keys, values, 1.0, CANDIDATES, held, chunk
+        )[:, 0]
+
+    assert share(1, 0).min() > 0.9
+    assert share(0, 0).max() == 0
+    assert share(2, len(CANDIDATES)).min() > 0.9, "a mean and a token"
+    assert share(1, len(CANDIDATES)).max() <= 1 / len(CANDIDATES), "a mean"
+    with pytest.raises(ValueError, match="2 means"):
+        share(1, 20)
+
+
+def test_rows_of_other_settings_are_not_continued(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    assert script._rows_of(rows, {"held": 120}) == []
+    rows.write_text('{"held": 120, "score": 1.0}\n')
+    assert len(script._rows_of(rows, {"held": 120})) == 1
+    with pytest.raises(typer.BadParameter, match="--out"):
+        script._rows_of(rows, {"held": 60})
 
 
 def test_a_report_pairs_samples():

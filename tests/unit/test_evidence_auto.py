@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import statistics
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,16 @@ from _evidence_auto import (
     MIN_SCORE,
     choose,
     chosen_by_halves,
+    compared,
     comparisons,
     halves,
     scores_of,
     share_of_stock,
+    with_tasks_of,
 )
 from _evidence_package import choosing
 from _evidence_report import OTHER_TITLES, Model, cells_of, name_of
 from _evidence_samples import KL, MULTIKEY, PASSKEY
-from _evidence_verdicts import cell_of
 
 from vllm_kvplugins.choice.requests import Workload
 
@@ -96,29 +96,9 @@ def test_tasks_that_it_was_not_chosen_by(every_model, models, workload, file):
     assert len(tasks) == 4
     every = with_tasks_of(model, others)
     assert share_of_stock(every, chosen, [PASSKEY, MULTIKEY, *tasks])[0] >= 0.95
-    assert {task for task in tasks if is_below(others, task, chosen)} == {
+    assert {task for task in tasks if compared(others, task, chosen).is_below} == {
         task for name, task in BETTER_WITHOUT_AUTO if name == model["model"]
     }
-
-
-def with_tasks_of(model: Model, other: Model) -> Model:
-    """The model with the samples of both; ``other`` has cells at one share only."""
-    cells = [
-        cell | {key: value for key, value in each.items() if key in other["samples"]}
-        for each in other["cells"]
-        if (cell := cell_of(model, name_of(each), each["share"])) is not None
-    ]
-    samples = {t: s for t, s in other["samples"].items() if s}
-    return model | {"samples": model["samples"] | samples, "cells": cells}
-
-
-def is_below(model: Model, task: str, chosen: tuple[str, ...]) -> bool:
-    """Whether the choice is worse than the interval of the best single policy."""
-    own = statistics.mean(scores_of(model, task, chosen))
-    others = [cell[task] for cell in model["cells"] if cell["share"] and task in cell]
-    best = max(others, key=lambda score: score["mean"])
-    equal = best["low"] is None  # all contexts have the same score
-    return bool(own < (best["mean"] if equal else best["low"]))
 
 
 @EVERY_WORKLOAD
