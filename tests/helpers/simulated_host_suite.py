@@ -33,10 +33,11 @@ from simulated_requests import (
     without_inference_mode,
 )
 
+from vllm_kvplugins.engine.entries import EntryArena
 from vllm_kvplugins.engine.retrieval.controller import RetrievalController
 from vllm_kvplugins.engine.spans import controller
 from vllm_kvplugins.engine.spans.controller import SpanController
-from vllm_kvplugins.engine.spans.entries import EntryArena
+from vllm_kvplugins.engine.spans.zoom_arena import ZoomArena
 from vllm_kvplugins.index.compiled import CompiledIndex
 from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.ops import device as ops_device
@@ -231,7 +232,8 @@ def test_zooming_on_a_gpu_is_that_on_a_cpu(monkeypatch, tmp_path, zoom: str):
     monkeypatch.setattr(
         SpanController, "_decompose", SpanController._decompose.__wrapped__
     )
-    monkeypatch.setattr(EntryArena, "_allocate", EntryArena._allocate.__wrapped__)
+    for arena in (EntryArena, ZoomArena):
+        monkeypatch.setattr(arena, "_allocate", arena._allocate.__wrapped__)
     actual, traffic, late = {}, {}, []
     for device in (torch.device("cpu"), CUDA):
         tables = []

@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from vllm_kvplugins.engine.spans.entries import EntryArena
+from vllm_kvplugins.engine.spans.zoom_arena import ZoomArena
 
 SEED = 20261122
 LAYERS, DIM = 2, 4
 
 
-def fill(arena: EntryArena, start: int, count: int, number: float) -> None:
+def fill(arena: ZoomArena, start: int, count: int, number: float) -> None:
     run = slice(start, start + count)
     for layer, entries in enumerate(arena.layers):
         entries.keys[run] = number + layer
@@ -22,7 +22,7 @@ def fill(arena: EntryArena, start: int, count: int, number: float) -> None:
         entries.owner[run] = int(number)
 
 
-def holds(arena: EntryArena, start: int, count: int, number: float) -> bool:
+def holds(arena: ZoomArena, start: int, count: int, number: float) -> bool:
     run = slice(start, start + count)
     return all(
         bool((entries.keys[run] == number + layer).all())
@@ -36,7 +36,7 @@ def holds(arena: EntryArena, start: int, count: int, number: float) -> bool:
 def test_runs_keep_what_they_hold_while_others_come_and_go():
     print("seed", SEED)
     rng = random.Random(SEED)
-    arena = EntryArena(LAYERS, DIM, torch.bfloat16)
+    arena = ZoomArena(LAYERS, DIM, torch.bfloat16)
     allocated: dict[int, tuple[int, int]] = {}
     peak = largest = 0
     for number in range(1, 200):
@@ -65,7 +65,7 @@ def test_runs_keep_what_they_hold_while_others_come_and_go():
 
 
 def test_runs_are_taken_in_steps_and_given_back_between_them():
-    arena = EntryArena(LAYERS, DIM, torch.float32)
+    arena = ZoomArena(LAYERS, DIM, torch.float32)
     with torch.inference_mode():
         first, second = arena.take(10), arena.take(50)
         fill(arena, second, 50, 3)
@@ -75,7 +75,7 @@ def test_runs_are_taken_in_steps_and_given_back_between_them():
 
 
 def test_gaps_side_by_side_are_one():
-    arena = EntryArena(LAYERS, DIM, torch.float32)
+    arena = ZoomArena(LAYERS, DIM, torch.float32)
     starts = [arena.take(10) for _ in range(4)]
     before = arena.capacity
     for start in (starts[1], starts[3], starts[2]):
@@ -94,7 +94,7 @@ def test_gaps_side_by_side_are_one():
     ],
 )
 def test_what_is_lost_or_shared_is_seen(break_it, message):
-    arena = EntryArena(LAYERS, DIM, torch.float32)
+    arena = ZoomArena(LAYERS, DIM, torch.float32)
     first, second = arena.take(10), arena.take(5)
     arena.release(first, 10)
     arena.check_integrity([(second, 5)])

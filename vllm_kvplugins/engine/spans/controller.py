@@ -26,9 +26,9 @@ import torch
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.nth_tokens import rounds_of
 from vllm_kvplugins.engine.requests import DueCompaction, PageList, Row
-from vllm_kvplugins.engine.spans.entries import EntryArena
 from vllm_kvplugins.engine.spans.state import LayerSpans, QueryRound, RequestSpans
 from vllm_kvplugins.engine.spans.surprisal import SurprisalModel, SurprisalTracker
+from vllm_kvplugins.engine.spans.zoom_arena import ZoomArena
 from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
 from vllm_kvplugins.ops import dispatch as ops
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
@@ -96,7 +96,7 @@ class SpanController(StepExtension):
         self._rounds: list[QueryRound] | None = None
         self._traffic = Traffic()
         device = heap.pages.device
-        self._arena = EntryArena(
+        self._arena = ZoomArena(
             heap.num_layers, heap.layout.head_dim, heap.pages.dtype, device
         )
 

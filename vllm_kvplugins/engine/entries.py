@@ -1,8 +1,7 @@
 """Memory of the entries that requests attend to in addition to their pages.
 
-Keys, values and biases are on the device of attention. The host also has the biases,
-and the span that owns each entry. A request has one run of entries, at the same place
-in all layers::
+Keys, values and biases are on the device of attention. A request has one run of
+entries, at the same place in all layers::
 
     entry  0 ........ 600 ........ 1500 ........ 2100 ......... capacity
            request a     request b      (free)       request c
@@ -17,8 +16,6 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_kvplugins.ops.zoom import ZoomEntries
-
 _CPU = torch.device("cpu")
 
 
@@ -29,7 +26,16 @@ class EntryArena:
         head_dim: elements of a key, and of a value.
         dtype: dtype of both.
         device: the device on which queries attend to them.
+
+    Attributes:
+        keys, values: [layers, capacity, head_dim].
+        bias: float32 [layers, capacity], added to the score; -inf for unused entries.
+            All are replaced when runs move.
     """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    bias: torch.Tensor
 
     def __init__(
         self,
@@ -47,30 +53,26 @@ class EntryArena:
     @torch.inference_mode(False)
     def _allocate(self, capacity: int) -> None:
         shape = (self._num_layers, capacity)
-        self._keys = torch.zeros(
+        self.keys = torch.zeros(
             *shape, self._head_dim, dtype=self._dtype, device=self._device
         )
-        self._values = torch.zeros_like(self._keys)
-        self._bias = torch.full(shape, -torch.inf)
-        self._owner = torch.full(shape, -1)
-        self._device_bias: torch.Tensor | None = None
-        if self._device.type != "cpu":
-            self._device_bias = torch.full(shape, -torch.inf, device=self._device)
-        # Kept, because making the views takes longer than a step's work on them.
-        self.layers = [
-            ZoomEntries(*(part[layer] for part in self._tensors))
-            for layer in range(self._num_layers)
-        ]
+        self.values = torch.zeros_like(self.keys)
+        self.bias = torch.full(shape, -torch.inf, device=self._device)
 
     @property
     def _tensors(self) -> list[torch.Tensor]:
-        tensors = [self._keys, self._values, self._bias, self._owner]
-        return tensors if self._device_bias is None else [*tensors, self._device_bias]
+        return [self.keys, self.values, self.bias]
+
+    @property
+    def _marks(self) -> list[tuple[torch.Tensor, float, str]]:
+        """Tensors whose value tells that an entry is unused, that value, and what any
+        other value means."""
+        return [(self.bias, -torch.inf, "has a bias")]
 
     @property
     def capacity(self) -> int:
         """Entries per layer, allocated or free."""
-        return int(self._bias.shape[1])
+        return int(self.keys.shape[1])
 
     @property
     def allocated_device_bytes(self) -> int:
@@ -111,10 +113,8 @@ class EntryArena:
 
     def release(self, start: int, count: int) -> None:
         """Free a run."""
-        self._owner[:, start : start + count] = -1
-        for bias in (self._bias, self._device_bias):
-            if bias is not None:
-                bias[:, start : start + count] = -torch.inf
+        for tensor, unused, _ in self._marks:
+            tensor[:, start : start + count] = unused
         self._add_gap(start, start + count)
         if self.free == self.capacity:
             self._gaps = []
@@ -142,7 +142,7 @@ class EntryArena:
             end = stop
         assert end == self.capacity, "entries at the end are lost"
         for start, stop in self._gaps:
-            assert bool((self._bias[:, start:stop] == -torch.inf).all()), (
-                "free, but has a bias"
-            )
-            assert bool((self._owner[:, start:stop] == -1).all()), "free, but owned"
+            for tensor, unused, otherwise in self._marks:
+                assert bool((tensor[:, start:stop] == unused).all()), (
+                    f"free, but {otherwise}"
+                )
