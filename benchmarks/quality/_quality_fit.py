@@ -36,7 +36,10 @@ LAST_TURN_TOKENS = 64
 
 
 def held_tokens(policy: dict[str, Any], prompt_tokens: int, geometry: Geometry) -> int:
-    """Resident slots per KV head after prefill, on average.
+    """Tokens per KV head that the device holds after prefill, on average.
+
+    What a retriever holds next to its pages, such as means and codes, counts as the
+    tokens that would take as many bytes.
 
     Raises:
         KVPolicyError: the policy's settings are invalid.
@@ -45,7 +48,11 @@ def held_tokens(policy: dict[str, Any], prompt_tokens: int, geometry: Geometry) 
     finished = max(prompt_tokens - LAST_TURN_TOKENS, 1)
     turn_ends = (finished,) if parsed.turns is not None else ()
     plan = parsed.plan(Lengths(prompt_tokens, turn_ends), geometry)
-    return plan.resident_blocks(prompt_tokens) * geometry.block_size
+    held = plan.resident_blocks(prompt_tokens) * geometry.block_size
+    if parsed.retrieval is None:
+        return held
+    outside = parsed.retrieval.device_bytes(prompt_tokens, geometry)
+    return held + -(-outside // geometry.kv_bytes_per_token)
 
 
 def most_held(share: float, prompt_tokens: int, geometry: Geometry) -> int:

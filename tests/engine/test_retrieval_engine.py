@@ -57,6 +57,21 @@ def test_whole_pages_of_everything_are_stock(tiny_model):
         assert whole["tokens"] == stock["tokens"], more
 
 
+def test_means_of_one_token_each_are_stock(tiny_model):
+    """Then every token has attention: through its mean if it is not selected. Answers
+    are long enough that generated tokens move to the host, too.
+    """
+    arguments = {"model": tiny_model, "lengths": LENGTHS, "max_tokens": 60}
+    stock = run_scenario("scenarios_tiny:answers", arguments | {"policy": None})
+    policy = {"name": "icecache", **SMALL, "budget": 16, "mean_tokens": 1}
+    for more in ({}, {"prefill_block": 256}, ON_DEVICE):
+        arguments["policy"] = {**more, **policy}
+        with_means = run_scenario("scenarios_tiny:answers", arguments)
+        assert with_means["tokens"] == stock["tokens"], more
+    without = arguments | {"policy": policy | {"mean_tokens": 0}}
+    assert run_scenario("scenarios_tiny:answers", without)["tokens"] != stock["tokens"]
+
+
 def test_a_device_answers_as_the_host(tiny_model):
     """With a fifth of the tokens, codes on the device and exact keys on the host choose
     the same often enough that most answers are the same. Random weights make a chaotic

@@ -34,6 +34,7 @@ from simulated_requests import (
 )
 
 from vllm_kvplugins.engine.entries import EntryArena
+from vllm_kvplugins.engine.retrieval import controller as retrieval_controller
 from vllm_kvplugins.engine.retrieval.controller import RetrievalController
 from vllm_kvplugins.engine.spans import controller
 from vllm_kvplugins.engine.spans.controller import SpanController
@@ -260,6 +261,69 @@ def test_zooming_on_a_gpu_is_that_on_a_cpu(monkeypatch, tmp_path, zoom: str):
     # the first step waits for the factors as well
     waits_each = 0 if zoom == "none" else LAYERS
     assert all(len(waits) == waits_each for waits in late[1:]), late
+
+
+def check_session(retrieval: RetrievalController) -> None:
+    """A session waits without entries, and its request gets the same ones."""
+    means, state = retrieval._means, retrieval._requests["short"]
+    assert means is not None
+    chunks = state.tokens // 4
+    before = [
+        numbers(means._run_of(state, plane)[:, :, :chunks]).clone() for plane in (0, 1)
+    ]
+    assert retrieval.detach("short") is state
+    assert not state.means.room
+    assert all(rows.device.type == "cpu" for rows in state.host_means)
+    retrieval.attach("short", state)
+    for plane, rows in enumerate(before):
+        assert numbers(means._run_of(state, plane)[:, :, :chunks]).equal(rows)
+    assert not state.host_means
+
+
+@pytest.mark.parametrize(
+    ("index", "fp8"), [("auto", False), ("auto", True), ("device", False)]
+)
+def test_means_on_a_gpu_are_those_on_a_cpu(monkeypatch, index: str, fp8: bool):
+    """Attention to pages and means. With means, too, the host waits only for queries,
+    or for nothing where the device selects.
+    """
+    if index == "device":
+        monkeypatch.setenv("KVP_OPS", "torch")
+    methods = ("_fetch_ahead", "forget", "detach")
+    without_inference_mode(
+        monkeypatch, *((RetrievalController, name) for name in methods)
+    )
+    monkeypatch.setattr(retrieval_controller, "attend_mixed", attended_elsewhere)
+    monkeypatch.setattr(EntryArena, "_allocate", EntryArena._allocate.__wrapped__)
+    more = {"mean_tokens": 4, "index": index, "host_memory": 1 << 18}
+    policy = configure("icecache", RETRIEVERS[0] | more)
+    actual, late = {}, []
+    for device in (torch.device("cpu"), CUDA):
+        tables = []
+        with on(device) as gpu:
+            life = Life(policy, device, fp8=fp8)
+            while life.computed["short"] < PROMPTS["short"] + 4 * ANSWER:
+                before = len(gpu.waits) if gpu else 0
+                rows = life.rows()
+                tables += life.step(rows)
+                decoding = all(row.new_tokens == 1 for row in rows)
+                if gpu and decoding and not life.compacted:
+                    waits = gpu.waits[before:]
+                    # check_integrity reads the arena, which engines do not do
+                    late.append([each for each in waits if "entries.py" not in each])
+            means = life.retrieval._means
+            assert means is not None
+            tables += [means._arena.keys, means._arena.values, means._arena.bias]
+            actual[device.type] = [numbers(t).clone() for t in tables]
+            check_session(life.retrieval)
+            life.runtime.forget(list(PROMPTS))
+            assert means.num_bytes == 0
+            life.retrieval.tier.close()
+    for on_cpu, on_gpu in zip(actual["cpu"], actual["cuda"], strict=True):
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-5, atol=1e-6)
+    assert late
+    most = 0 if index == "device" else LAYERS - 1
+    assert all(len(waits) <= most for waits in late), late
 
 
 def zone_contents(life: Life, name: str) -> torch.Tensor:

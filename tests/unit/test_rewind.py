@@ -14,6 +14,7 @@ import pytest
 import torch
 from fake_engine import HEAD_DIM, KV_HEADS, LAYERS, Request
 from fake_sessions import SessionEngine
+from mean_engine import MeanEngine
 from retrieving_engine import (
     BLOCK,
     BLOCKS,
@@ -41,13 +42,18 @@ class Engine(SessionEngine, RetrievingEngine):
     """Checks attention over fetched tokens, also in continued requests."""
 
 
-def engine(name: str, session_dtype: Any = "auto", **more: Any) -> Engine:
+class WithMeans(SessionEngine, MeanEngine):
+    """Checks attention to means, too."""
+
+
+def engine(name: str, session_dtype: Any = "auto", **more: Any) -> Engine | WithMeans:
     config = {"name": name, "budget": 9, "sinks": SINKS, "window": WINDOW}
     config |= {"skip_layers": SKIP, **more}
     if "page_tokens" in get_policy_class(name).model_fields:
         config["page_tokens"] = 3
+    kind = WithMeans if "mean_tokens" in more else Engine
     args = config, BLOCK, BLOCKS
-    return Engine(*args, sessions=True, session_dtype=session_dtype)
+    return kind(*args, sessions=True, session_dtype=session_dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +182,13 @@ def test_with_other_settings(name, more):
     continues(name, 47, False, same_selection=True, **more)
 
 
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("tokens", [30, 47, PROMPT])
+def test_means_of_a_session_that_is_taken_back(tokens, moves):
+    """The last chunk of the branch has tokens of the session and of its own."""
+    continues("exact-topk", tokens, moves, same_selection=True, mean_tokens=3)
+
+
 def test_a_session_without_its_index_builds_it_when_a_query_selects():
     """A branch took the index, and no compaction comes before the first selection."""
     fake, source = engine("quest", age_blocks=3), Request.make("r", 150, 0)
@@ -265,9 +278,11 @@ def continues(
 ) -> None:
     """Continue a session after some of its tokens; compare with a new request."""
     fake, source = engine(name, **more), Request.make("r", 150, 0)
-    fake.attend_every = 1000
+    # With means, tokens are selected where they attend.
+    seldom, often = (1, 1) if "mean_tokens" in more else (1000, 4)
+    fake.attend_every = seldom
     saved = finished(fake, source)
-    fake.attend_every = 4
+    fake.attend_every = often
     branch = branch_of(source, "b", tokens)
     prompt = max(tokens + 1, 70)
     request = fake.resume(branch, saved, prompt, 25, max_tokens=tokens, moves=moves)
@@ -275,7 +290,7 @@ def continues(
     fake.retrieval.check_integrity()
     run(fake, "b")
     fresh = engine(name, **more)
-    fresh.attend_every = 1000
+    fresh.attend_every = seldom
     add(fresh, branch, prompt, 25)
     run(fresh, "b")
     assert torch.equal(on_host(fake, "b"), on_host(fresh, "b"))

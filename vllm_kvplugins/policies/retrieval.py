@@ -41,6 +41,7 @@ from vllm_kvplugins.plan.residency_plan import (
     ResidencyPlan,
 )
 from vllm_kvplugins.policies.base import KVCachePolicy, LayerView
+from vllm_kvplugins.spans.chunk_means import ChunkMeans
 
 
 def tokens_of_pages(pages: torch.Tensor, count: int) -> torch.Tensor:
@@ -137,6 +138,13 @@ class Retriever(KVCachePolicy):
         description="Select while the model computes, with the queries of the previous "
         "step (step) or of the previous layer (layer; finds few of the right tokens).",
     )
+    mean_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Tokens that a query does not select get attention through means: "
+        "one more key and value on the device for this many consecutive tokens (32: "
+        "3 % of the context, in addition to budget). 0: they get none.",
+    )
     host_fetch: Literal["staged", "direct"] = Field(
         default="staged",
         description="How tokens reach a GPU: the host gathers and copies them "
@@ -178,7 +186,26 @@ class Retriever(KVCachePolicy):
                     "'staged' or host_dtype to 'auto'",
                 )
             )
-        return reasons
+        return [*reasons, *self._mean_problems()]
+
+    def _mean_problems(self) -> Iterator[str]:
+        """Settings that do not go with means."""
+        if not self.mean_tokens:
+            return
+        if self.prefetch != "off":
+            yield coded(
+                "KVP144",
+                f"mean_tokens {self.mean_tokens} stands for what the query of the step "
+                f"does not select, and prefetch {self.prefetch!r} selects with an "
+                "earlier one; set prefetch to 'off' or mean_tokens to 0",
+            )
+        if self.page_selection is not None:
+            yield coded(
+                "KVP144",
+                f"mean_tokens {self.mean_tokens} needs host memory in the order of the "
+                "text, and fetch 'pages' puts similar tokens next to each other; set "
+                "fetch to 'tokens' or mean_tokens to 0",
+            )
 
     def quantized_rows(self, head_dim: int) -> QuantizedRows | None:
         """The format of keys and values in host memory; None: as in the cache."""
@@ -198,7 +225,7 @@ class Retriever(KVCachePolicy):
         return 16 if pages is None else pages.page_tokens
 
     def host_bytes(self, tokens: int, geometry: Geometry) -> int:
-        """Keys and values as they lie in host memory, and the index."""
+        """Keys and values as they lie in host memory, means, and the index."""
         stored = self.offloaded_bytes(tokens, geometry)
         if self.host_dtype != "auto":
             stored = self._quantized_bytes(stored, geometry)
@@ -206,7 +233,9 @@ class Retriever(KVCachePolicy):
         layers = range(self.skip_layers, geometry.num_layers)
         selecting = sum(map(self.selects, layers))
         index = self.index_bytes(tokens, geometry)
-        return stored + -(-index * selecting // max(len(layers), 1))
+        # The means of a session wait in host memory.
+        means = self._mean_bytes(tokens, geometry)
+        return stored + means + -(-index * selecting // max(len(layers), 1))
 
     def _quantized_bytes(self, cached_bytes: int, geometry: Geometry) -> int:
         """Bytes of tokens in host memory, from their bytes in the cache."""
@@ -232,6 +261,11 @@ class Retriever(KVCachePolicy):
         return int(in_bfloat16 // (geometry.element_bytes or 2) * self.index_share)
 
     @property
+    def chunk_means(self) -> ChunkMeans | None:
+        """How queries attend to tokens that they do not select; None: not at all."""
+        return ChunkMeans(self.mean_tokens) if self.mean_tokens else None
+
+    @property
     def device_selection(self) -> DeviceSelection | None:
         """How the device selects tokens itself; None: the host selects, with indices.
 
@@ -252,8 +286,22 @@ class Retriever(KVCachePolicy):
 
     def device_bytes(self, tokens: int, geometry: Geometry) -> int:
         """Device memory outside vLLM's pool that a request uses with this many tokens,
-        on all ranks; 0 if the host selects."""
-        return self._code_bytes(self.offloaded_bytes(tokens, geometry), geometry)
+        on all ranks: means, and codes if the device selects."""
+        codes = self._code_bytes(self.offloaded_bytes(tokens, geometry), geometry)
+        return codes + self._mean_bytes(tokens, geometry)
+
+    def _mean_bytes(self, tokens: int, geometry: Geometry) -> int:
+        """Maximum size of the means of a request."""
+        means = self.chunk_means
+        if means is None:
+            return 0
+        offloaded = max(tokens - self.sinks - self.window, 0)
+        layers = max(geometry.num_layers - self.skip_layers, 0)
+        rows = geometry.all_rows * layers // geometry.num_layers
+        # Means of an fp8 cache are bfloat16.
+        row_bytes = geometry.row_bytes * (2 if geometry.element_bytes == 1 else 1)
+        entry = means.entry_bytes(row_bytes)
+        return int(rows * means.room(offloaded) * entry)
 
     def reserved_device_bytes(self, geometry: Geometry) -> int:
         """Device memory outside vLLM's pool that is allocated at start-up, on all

@@ -11,7 +11,8 @@ wrote them. One call per layer serves all requests of a step.
 
 The tokens of a row that verifies drafts share the row's hot slots, so they attend one
 after the other (``attend``): each selects with its own query, as without speculation.
-Tokens of a prompt attend to all earlier tokens (``prompt_rows``).
+Tokens of a prompt attend to all earlier tokens (``prompt_rows``). If the policy has
+``chunk_means``, generated tokens attend here, too, to pages and means (``unselected``).
 
 The host selects, on every device. On a GPU, queries are copied to the host, which waits
 for them. The selected tokens are copied back in one transfer, or the GPU reads them
@@ -28,6 +29,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -52,6 +54,7 @@ from vllm_kvplugins.engine.retrieval.prompt_rows import (
     resident_tokens,
 )
 from vllm_kvplugins.engine.retrieval.stored_pages import StoredPages
+from vllm_kvplugins.engine.retrieval.unselected import Attended, UnselectedMeans
 from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
 from vllm_kvplugins.ops.device import AsyncHostCopy, SideStream, moved
 from vllm_kvplugins.ops.hot_set import fill_hot
@@ -64,6 +67,18 @@ from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
 
 # Most queries per query head that select in one step.
 _MAX_SELECTING_QUERIES = 32
+
+
+class Round(NamedTuple):
+    """The n-th new tokens of the rows that attend here.
+
+    Attributes:
+        entries: what they attend to of the tokens that they do not select.
+    """
+
+    tokens: NthTokens
+    batch: Batch
+    entries: Attended | None
 
 
 class RetrievalController(StepExtension):
@@ -108,17 +123,21 @@ class RetrievalController(StepExtension):
         self._stored_pages = (
             StoredPages(self.tier, self._hot_slots, self._indexer) if pages else None
         )
+        means = policy.chunk_means
+        self._means = (
+            UnselectedMeans(means, heap, self.tier, self._hot_slots) if means else None
+        )
         self._offload_queue = OffloadQueue(
-            heap, self.tier, self._hot_slots, self._indexer, self._device
+            heap, self.tier, self._hot_slots, self._indexer, self._device, self._means
         )
         self._requests: dict[str, Offloaded] = {}
         self._detached = DetachedStates(
-            heap, self.tier, self._indexer, self._device, pages
+            heap, self.tier, self._indexer, self._device, pages, self._means
         )
         self._free_slot_indices: list[int] = []
         self._batches: list[Batch] = []
-        # Rows with drafts: their first tokens, their second tokens, and so on.
-        self._draft_rounds: list[tuple[NthTokens, Batch]] = []
+        # Rows that attend here: their first tokens, their second tokens, and so on.
+        self._rounds: list[Round] = []
         self._prompt_rows: list[PromptRow] = []
         self._attends_all_rows = False
         # Fetches on another thread, for the next layer or the next step.
@@ -284,16 +303,16 @@ class RetrievalController(StepExtension):
         known = [self._requests.get(row.request_id) for row in rows]
         self._prompt_rows = prompt_rows(rows, known)
         reading = {each.index for each in self._prompt_rows}
-        verifying = []
+        attending = []
         for index, (row, state) in enumerate(zip(rows, known, strict=True)):
             if index in reading or state is None or not any(state.hot.values()):
                 continue
-            if row.draft_tokens:
-                verifying.append((index, row))
+            if self._attends(row):
+                attending.append((index, row))
             else:
                 batches.setdefault((row.new_tokens, state.prefetched), []).append(row)
-        self._batches, self._draft_rounds = [], self._list_draft_rounds(verifying)
-        own = len(verifying) + len(reading)
+        self._batches, self._rounds = [], self._list_rounds(attending)
+        own = len(attending) + len(reading)
         self._attends_all_rows = own == len(rows) > 0
         for (length, prefetched), batch in batches.items():
             states = [self._requests[row.request_id] for row in batch]
@@ -319,16 +338,24 @@ class RetrievalController(StepExtension):
         for state in self._requests.values():
             state.prefetched = False
 
-    def _list_draft_rounds(
-        self, rows: Sequence[tuple[int, Row]]
-    ) -> list[tuple[NthTokens, Batch]]:
+    def _attends(self, row: Row) -> bool:
+        """Whether the tokens of a row attend here, one after the other.
+
+        Generated tokens that are computed again after a preemption are too many.
+        """
+        if row.draft_tokens:
+            return True
+        return self._means is not None and row.new_tokens <= _MAX_SELECTING_QUERIES
+
+    def _list_rounds(self, rows: Sequence[tuple[int, Row]]) -> list[Round]:
         rounds = []
         heads, device = self._heap.num_kv_heads, self._heap.pages.device
         for tokens, active in rounds_of(rows, heads, device):
             states = [self._requests[row.request_id] for row in active]
             indices = tuple(state.slot_index for state in states)
             batch = Batch(states, torch.tensor(indices), indices, tokens.queries)
-            rounds.append((tokens, self._begun(batch)))
+            entries = self._means.of(batch) if self._means is not None else None
+            rounds.append(Round(tokens, self._begun(batch), entries))
         return rounds
 
     def _begun(self, batch: Batch) -> Batch:
@@ -338,11 +365,11 @@ class RetrievalController(StepExtension):
 
     @property
     def attends_any(self) -> bool:
-        """Whether a row of this step has drafts, or tokens of a prompt."""
-        return bool(self._draft_rounds or self._prompt_rows)
+        """Whether a row of this step has drafts, means, or tokens of a prompt."""
+        return bool(self._rounds or self._prompt_rows)
 
     def attends_all(self, layer: int) -> bool:
-        """Whether all rows have drafts or prompt tokens, and the layer fetches."""
+        """Whether all rows attend here, and the layer fetches."""
         return self._attends_all_rows and layer in self._hot_slots
 
     def attend(
@@ -354,8 +381,8 @@ class RetrievalController(StepExtension):
         lengths: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        """Attention of the rows that have drafts, one token after the other, and of
-        the rows with prompt tokens.
+        """Attention of the rows that have drafts or means, one token after the other,
+        and of the rows with prompt tokens.
 
         Args:
             queries, kv, pages, lengths, output: see :class:`StepExtension`.
@@ -385,13 +412,19 @@ class RetrievalController(StepExtension):
                 rules.sinks,
             ).mul_(value_scale)
         elements = self._heap.as_elements(kv)
-        for tokens, batch in self._draft_rounds:
-            self._retrieve(batch, layer, queries)
+        for each_round in self._rounds:
+            tokens = each_round.tokens
+            self._retrieve(each_round.batch, layer, queries)
             asked = queries[tokens.queries]
             if self._heap.fp8 is not None:
                 asked = asked.float()  # so that outputs are rounded once, when scaled
+            coarse = None
+            if self._means is not None and each_round.entries is not None:
+                coarse = self._means.attended(each_round.entries, layer)
             tables = tokens.tables(pages, lengths)
-            attended = rules.with_sinks(*attend_mixed(asked, elements, *tables, scale))
+            attended = rules.with_sinks(
+                *attend_mixed(asked, elements, *tables, scale, coarse)
+            )
             flat[tokens.queries] = attended.mul_(value_scale).to(flat.dtype)
 
     def before_layer(self, layer: int, queries: torch.Tensor) -> None:
@@ -575,13 +608,22 @@ class RetrievalController(StepExtension):
     def forget(self, request_ids: Iterable[str]) -> None:
         """Free the host memory of requests; wait for pending fetches."""
         for request_id in request_ids:
-            state = self.detach(request_id)
-            if state is not None:
-                self.discard(state)
+            state = self._remove(request_id)
+            if state is None:
+                continue
+            if self._means is not None:
+                self._means.release(state)
+            self.discard(state)
 
     @torch.inference_mode()
     def detach(self, request_id: str) -> Offloaded | None:
         """Remove a request; return its host tokens for ``attach`` or ``discard``."""
+        state = self._remove(request_id)
+        if state is not None and self._means is not None:
+            self._means.to_host(state)
+        return state
+
+    def _remove(self, request_id: str) -> Offloaded | None:
         self._wait_for_pending()
         self._leaving = [
             each for each in self._leaving if each.request_id != request_id
@@ -591,7 +633,7 @@ class RetrievalController(StepExtension):
             return None
         self._hot_slots.clear(state.slot_index)
         self._free_slot_indices.append(state.slot_index)
-        self._batches, self._draft_rounds, self._prompt_rows = [], [], []
+        self._batches, self._rounds, self._prompt_rows = [], [], []
         self._attends_all_rows = False
         self._detached.add(state)
         return state
@@ -637,6 +679,8 @@ class RetrievalController(StepExtension):
         self._hot_slots.set_pages(state.slot_index, state.pages)
         if self._device is not None:
             self._device.attach(state)
+        if self._means is not None:
+            self._means.attach(state)
 
     def discard(self, state: Offloaded) -> None:
         """Free detached host tokens that no request will attach."""
@@ -648,16 +692,20 @@ class RetrievalController(StepExtension):
         self.tier.close()
 
     def device_bytes(self, request_id: str) -> int:
-        """Device memory of the request's codes, if the device selects."""
-        state = self._requests.get(request_id)
-        if self._device is None or state is None:
-            return 0
-        return self._device.bytes_of(state)
+        """Device memory of the request's means, and of its codes if the device
+        selects."""
+        state, num_bytes = self._requests.get(request_id), 0
+        if state is not None and self._device is not None:
+            num_bytes += self._device.bytes_of(state)
+        if state is not None and self._means is not None:
+            num_bytes += self._means.bytes_of(state)
+        return num_bytes
 
     @property
     def allocated_device_bytes(self) -> int:
-        """Device memory of all codes, also of those that no request uses."""
-        return self._device.num_bytes if self._device is not None else 0
+        """Device memory of all means and codes, also of those that no request uses."""
+        parts = self._device, self._means
+        return sum(part.num_bytes for part in parts if part is not None)
 
     def start_log(self) -> bool:
         """Log every fetch from now on."""
@@ -696,3 +744,5 @@ class RetrievalController(StepExtension):
         indices = [state.slot_index for state in self._requests.values()]
         indices += self._free_slot_indices
         assert sorted(indices) == list(range(len(indices))), "a slot index is lost"
+        if self._means is not None:
+            self._means.check_integrity(self._requests.values(), [*self._detached])

@@ -11,6 +11,7 @@ from vllm_kvplugins.engine.retrieval.device_selector import DeviceSelector
 from vllm_kvplugins.engine.retrieval.host_tier import HostTier
 from vllm_kvplugins.engine.retrieval.indexing import Indexer
 from vllm_kvplugins.engine.retrieval.offloaded import Offloaded
+from vllm_kvplugins.engine.retrieval.unselected import UnselectedMeans
 from vllm_kvplugins.index import PageSelection
 from vllm_kvplugins.index.device_codes import FIT_KEYS
 
@@ -21,6 +22,7 @@ class DetachedStates:
     Args:
         device: set if the device selects.
         pages: set if whole pages are fetched.
+        means: set if means stand for tokens that are not selected.
     """
 
     def __init__(
@@ -30,10 +32,11 @@ class DetachedStates:
         indexer: Indexer,
         device: DeviceSelector | None,
         pages: PageSelection | None,
+        means: UnselectedMeans | None = None,
     ) -> None:
         self._shape_of_keys = heap.num_kv_heads, heap.layout.head_dim
         self._tier, self._indexer, self._device = tier, indexer, device
-        self._pages = pages
+        self._pages, self._means = pages, means
         self._states: list[Offloaded] = []
 
     def __iter__(self) -> Iterator[Offloaded]:
@@ -84,6 +87,8 @@ class DetachedStates:
                 new.layers[layer] = fresh
         if self._device is not None:
             self._device.continue_from(state, new, shared)
+        if self._means is not None:
+            self._means.continue_from(state, new)
         self.add(new)
         if moves:
             self.discard(state)

@@ -15,6 +15,7 @@ from vllm_kvplugins.engine.retrieval.host_tier import HostTier
 from vllm_kvplugins.engine.retrieval.hot_slots import HotSlots
 from vllm_kvplugins.engine.retrieval.indexing import Indexer
 from vllm_kvplugins.engine.retrieval.offloaded import Offloaded
+from vllm_kvplugins.engine.retrieval.unselected import UnselectedMeans
 from vllm_kvplugins.ops import dispatch as ops
 from vllm_kvplugins.ops.device import AsyncHostCopy
 
@@ -69,10 +70,11 @@ class OffloadQueue:
         hot_slots: HotSlots,
         indexer: Indexer,
         device: DeviceSelector | None = None,
+        means: UnselectedMeans | None = None,
     ) -> None:
         self._heap, self._tier = heap, tier
         self._hot_slots, self._indexer = hot_slots, indexer
-        self._device = device
+        self._device, self._means = device, means
         self._pending: list[PendingOffload] = []
 
     def send(
@@ -86,6 +88,8 @@ class OffloadQueue:
         """
         self.drain(except_layers=layers)
         keys, values = read_tokens(self._heap, layers, owned, positions)
+        if self._means is not None:
+            self._means.append(state, layers, state.tokens, keys, values)
         self._pending.append(
             PendingOffload(
                 state,

@@ -14,6 +14,19 @@ from vllm_kvplugins.index.device_codes import CodeSpace
 from vllm_kvplugins.ops.device import AsyncHostCopy
 
 
+@dataclass(frozen=True, slots=True)
+class MeanRun:
+    """Entries for the means of a request's chunks.
+
+    Attributes:
+        first: the first entry, in every layer that offloads.
+        room: entries of each KV head, one head after the other; 0: there are none.
+    """
+
+    first: int = 0
+    room: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Offloaded:
     """A request that has tokens in the host tier.
@@ -28,6 +41,9 @@ class Offloaded:
         orders: per layer whose tokens are not in the order of arrival, their order.
         hot: hot slots per KV head, per layer; empty before the first compaction.
         prefetched: its hot slots are being filled for the next step.
+        means: the means of its chunks, while it runs.
+        host_means: keys and values of these means, [layers, num_kv_heads, chunks,
+            head_dim], while its session waits.
     """
 
     slot_index: int
@@ -39,6 +55,8 @@ class Offloaded:
     orders: dict[int, RowOrder] = field(default_factory=dict)
     hot: dict[int, int] = field(default_factory=dict)
     prefetched: bool = False
+    means: MeanRun = MeanRun()
+    host_means: list[torch.Tensor] = field(default_factory=list)
 
     def table(self, layer: int) -> torch.Tensor:
         """int64 [num_kv_heads, n], its host pages of a layer."""

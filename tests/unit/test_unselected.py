@@ -1,0 +1,163 @@
+"""Attention to means of the tokens that a query does not select."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from fake_engine import LAYERS, Request
+from fake_sessions import SessionEngine
+from mean_engine import MeanEngine
+from retrieving_engine import BLOCK, BLOCKS, RETRIEVERS, SINKS, SKIP, WINDOW, engine
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.errors import KVPolicyError, codes_in
+from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.policies import get_policy_class
+from vllm_kvplugins.spans.chunk_means import ChunkMeans
+
+SEED = 20261128
+PROMPTS = (40, 75, 120)
+
+
+@pytest.fixture(autouse=True)
+def _as_in_an_engine():
+    with torch.inference_mode():
+        yield
+
+
+def answered(fake: MeanEngine, prompt: int = 43) -> Request:
+    request = fake.add("r", prompt, 60)
+    while not request.done:
+        fake.step({"r": 11})
+    return request
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", RETRIEVERS)
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_tokens_that_are_not_selected_count_by_their_means(name, size):
+    """Chunks fill while tokens are generated, and end inside of blocks."""
+    fake = engine(name, kind=MeanEngine, mean_tokens=size)
+    answered(fake)
+    assert fake.with_means > 100
+    fake.remove("r")
+    fake.check_idle()
+    assert fake.retrieval.allocated_device_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"age_blocks": 3},
+        {"reuse_every": 2},
+        {"prefill_block": 16},
+        {"name": "icecache", "index": "device", "host_memory": 1 << 20},
+        {"name": "icecache", "index": "dci", "fetch": "pages"},
+    ],
+    ids=str,
+)
+def test_settings_of_retrieval_go_with_means(settings):
+    fake = engine(
+        **{"name": "icecache", "kind": MeanEngine, "mean_tokens": 4} | settings
+    )
+    answered(fake, 90)
+    assert fake.with_means > 100
+    fake.remove("r")
+    fake.check_idle()
+
+
+def test_requests_do_not_share_entries():
+    """They come, go, grow and are preempted in any order."""
+    print("seed", SEED)
+    rng = random.Random(SEED)
+    fake = engine("exact-topk", kind=MeanEngine, mean_tokens=3)
+    for number in range(4):
+        fake.add(f"r{number}", rng.randint(6, 70), rng.randint(20, 60))
+    step = 0
+    while fake.requests:
+        alive = [name for name, request in fake.requests.items() if not request.done]
+        chosen = rng.sample(alive, rng.randint(1, len(alive)))
+        fake.step(dict.fromkeys(chosen, 9))
+        step += 1
+        fake.runtime.check_integrity()
+        if step == 25:
+            fake.preempt("r1")
+        for name, request in list(fake.requests.items()):
+            if request.done:
+                fake.remove(name)
+    fake.check_idle()
+    assert fake.with_means > 100
+
+
+class Sessions(SessionEngine, MeanEngine):
+    """Checks attention to means in continued requests, too."""
+
+
+def with_sessions(name: str, size: int) -> Sessions:
+    config = {"name": name, "budget": 9, "sinks": SINKS, "window": WINDOW}
+    config |= {"skip_layers": SKIP, "mean_tokens": size}
+    if "page_tokens" in get_policy_class(name).model_fields:
+        config["page_tokens"] = 3
+    return Sessions(config, BLOCK, BLOCKS, sessions=True)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["loaded", "parked"])
+@pytest.mark.parametrize("name", ["exact-topk", "icecache"])
+def test_a_session_keeps_its_means_on_the_host(name, in_place):
+    fake = with_sessions(name, 3)
+    source, saved = Request.make("r", 140, 0), None
+    for prompt in PROMPTS:
+        if saved is None:
+            request = fake.add("r", prompt, 15)
+            request.keys, request.values = source.keys, source.values
+            request.queries, request.visible = source.queries, source.visible
+        else:
+            request = fake.resume(request, saved, prompt, 15, in_place=in_place)
+        while not request.done:
+            fake.step({"r": 10})
+        saved = fake.save("r")
+        assert fake.retrieval.allocated_device_bytes == 0, "it waits on the host"
+        fake.retrieval.check_integrity()
+        fake.remove("r")
+    assert fake.with_means > 50
+    fake.transfer.discard(saved)
+    fake.check_idle()
+
+
+@pytest.mark.parametrize("size", [1, 4, 32])
+def test_bytes_are_those_that_the_policy_plans(size):
+    """The plan of a request counts what the engine allocates for it."""
+    fake = engine("exact-topk", kind=MeanEngine, mean_tokens=size)
+    request = answered(fake, 110)
+    policy = fake.runtime.policy
+    geometry = Geometry(BLOCK, LAYERS, 2, fake.heap.bytes_per_token, 8, 4)
+    used = fake.retrieval.device_bytes("r")
+    assert 0 < used <= policy.device_bytes(request.computed, geometry)
+    more = policy.device_bytes(request.computed + 8 * size, geometry)
+    assert used >= policy.device_bytes(request.computed, geometry) * 0.7
+    assert more > policy.device_bytes(request.computed, geometry)
+    without = parse_policy({"name": "exact-topk"})
+    assert without.device_bytes(4000, geometry) == 0
+
+
+def test_a_mean_weighs_as_much_as_its_tokens_if_they_are_equal():
+    """Then attention is exact, whatever is selected."""
+    means = ChunkMeans(4)
+    selected = torch.tensor([[[0, 5, 6, 7, 9]], [[1, 2, 0, 0, 0]]])
+    logs = means.log_unselected(selected, torch.tensor([5, 2]), 3)
+    expected = torch.tensor([[[3.0, 1.0, 3.0]], [[2.0, 4.0, 4.0]]]).log()
+    torch.testing.assert_close(logs, expected)
+    every = torch.arange(8)[None, None]
+    assert means.log_unselected(every, torch.tensor([8]), 2).eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"prefetch": "step"}, {"prefetch": "layer"}, {"fetch": "pages"}]
+)
+def test_settings_without_means_are_refused(settings):
+    config = {"name": "icecache", "mean_tokens": 32, **settings}
+    with pytest.raises(KVPolicyError) as refused:
+        parse_policy(config)
+    assert "KVP144" in codes_in(str(refused.value))

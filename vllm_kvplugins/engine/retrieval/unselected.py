@@ -1,0 +1,234 @@
+"""Entries for the tokens that queries do not select: one mean per chunk.
+
+See :mod:`vllm_kvplugins.spans.chunk_means`. Means are written when tokens move to the
+host, and stay as they are; only their biases change with each selection. They are on
+the device while a request runs, and in host memory while a session waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvplugins.engine.entries import EntryArena
+from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.retrieval.host_tier import HostTier
+from vllm_kvplugins.engine.retrieval.hot_slots import HotSlots
+from vllm_kvplugins.engine.retrieval.offloaded import Batch, MeanRun, Offloaded
+from vllm_kvplugins.ops.coarse_entries import CoarseEntries
+from vllm_kvplugins.ops.device import moved
+from vllm_kvplugins.spans.chunk_means import ChunkMeans
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attended:
+    """The entries of a batch; the same in all layers of a step.
+
+    Attributes:
+        starts, counts: int64 [requests * num_kv_heads], the run of each KV head.
+        num_chunks: the most chunks that a request has.
+        places: int64 [n], all entries of the batch, in order.
+        used: int64 [n], where their biases are in [requests, KV heads, num_chunks].
+        slot_indices: int64 [requests], rows of hot slots.
+        hot: int64 [layers, requests], hot slots; ``widths`` are the largest of them.
+    """
+
+    starts: torch.Tensor
+    counts: torch.Tensor
+    num_chunks: int
+    places: torch.Tensor
+    used: torch.Tensor
+    slot_indices: torch.Tensor
+    hot: torch.Tensor
+    widths: list[int]
+
+
+class UnselectedMeans:
+    """Means of all requests on one worker.
+
+    Args:
+        hot_slots: tells which tokens are selected.
+    """
+
+    def __init__(
+        self, means: ChunkMeans, heap: Heap, tier: HostTier, hot_slots: HotSlots
+    ) -> None:
+        self._means, self._heap, self._tier = means, heap, tier
+        self._hot_slots = hot_slots
+        dtype = heap.pages.dtype if heap.fp8 is None else torch.bfloat16
+        self._arena = EntryArena(
+            len(hot_slots.layers), heap.layout.head_dim, dtype, heap.pages.device
+        )
+
+    def append(
+        self,
+        state: Offloaded,
+        layers: range,
+        first: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Write the means of chunks that become full with these tokens.
+
+        Args:
+            first: number of the first one among the request's host tokens; the host
+                tier has all earlier ones.
+            keys, values: [layers * num_kv_heads, n, head_dim], on the device.
+        """
+        begin = first - first % self._means.chunk_tokens
+        stop = first + keys.shape[1]
+        self._make_room(state, stop)
+        lead = range(begin, first)
+        for plane, rows in enumerate((keys, values)):
+            rows = self._heap.unscaled(rows)
+            if lead:
+                held = self._tier.read(state.tables(layers), lead)[plane]
+                rows = torch.cat([moved(held, rows.device).to(rows.dtype), rows], 1)
+            self._write(state, layers, begin, plane, self._means.means(rows))
+
+    def _write(
+        self,
+        state: Offloaded,
+        layers: range,
+        first: int,
+        plane: int,
+        means: torch.Tensor,
+    ) -> None:
+        """Write means [layers * num_kv_heads, n, head_dim] from a token on."""
+        begin = self._means.num_chunks(first)
+        run = self._run_of(state, plane)
+        at = layers.start - self._hot_slots.layers.start
+        target = run[at : at + len(layers), :, begin : begin + means.shape[1]]
+        target.copy_(means.view(target.shape))
+
+    def _run_of(self, state: Offloaded, plane: int) -> torch.Tensor:
+        """[layers, num_kv_heads, room, head_dim], keys (plane 0) or values (1)."""
+        entries = self._arena.keys if plane == 0 else self._arena.values
+        heads, own = self._heap.num_kv_heads, state.means
+        stop = own.first + heads * own.room
+        return entries[:, own.first : stop].unflatten(1, (heads, -1))
+
+    def _make_room(self, state: Offloaded, tokens: int) -> None:
+        """Allocate entries for this many tokens; copies those that the request has."""
+        room, old = self._means.room(tokens), state.means
+        if room <= old.room:
+            return
+        held = [self._run_of(state, plane) for plane in (0, 1)] if old.room else []
+        state.means = MeanRun(self._arena.take(self._heap.num_kv_heads * room), room)
+        for plane, rows in enumerate(held):
+            self._run_of(state, plane)[:, :, : old.room] = rows
+        self._release(old)
+
+    def _release(self, run: MeanRun) -> None:
+        if run.room:
+            self._arena.release(run.first, self._heap.num_kv_heads * run.room)
+
+    # -- steps --------------------------------------------------------------------
+
+    def of(self, batch: Batch) -> Attended:
+        """The entries of a batch."""
+        heads, states = self._heap.num_kv_heads, batch.states
+        chunks = [self._means.num_chunks(state.tokens) for state in states]
+        most, head = max(chunks), torch.arange(heads)
+        starts = torch.stack(
+            [state.means.first + head * state.means.room for state in states]
+        )
+        column = torch.arange(most)
+        number = torch.tensor(chunks)
+        used = (column < number[:, None, None]).expand(-1, heads, -1)
+        places = (starts[..., None] + column)[used]
+        layers = self._hot_slots.layers
+        hot = [[state.hot[layer] for state in states] for layer in layers]
+        there = self._hot_slots.token.device
+        device = self._heap.pages.device
+        return Attended(
+            starts=moved(starts.flatten(), device),
+            counts=moved(number.repeat_interleave(heads), device),
+            num_chunks=most,
+            places=moved(places, device),
+            used=moved(used.flatten().nonzero()[:, 0], there),
+            slot_indices=moved(batch.slot_indices, there),
+            hot=moved(torch.tensor(hot), there),
+            widths=[max(each) for each in hot],
+        )
+
+    def attended(self, entries: Attended, layer: int) -> CoarseEntries:
+        """Entries of a layer, with biases for the tokens that are in hot slots now."""
+        at = layer - self._hot_slots.layers.start
+        bias = self._arena.bias[at]
+        if entries.num_chunks:
+            token = self._hot_slots.hot_set(layer).token
+            selected = token[:, :, : entries.widths[at]].index_select(
+                0, entries.slot_indices
+            )
+            logs = self._means.log_unselected(
+                selected, entries.hot[at], entries.num_chunks
+            )
+            own = logs.flatten().index_select(0, entries.used)
+            bias.index_copy_(0, entries.places, moved(own, bias.device))
+        return CoarseEntries(
+            self._arena.keys[at],
+            self._arena.values[at],
+            bias,
+            entries.starts,
+            entries.counts,
+        )
+
+    # -- requests -----------------------------------------------------------------
+
+    def release(self, state: Offloaded) -> None:
+        """Free the entries of a request."""
+        self._release(state.means)
+        state.means = MeanRun()
+
+    def to_host(self, state: Offloaded) -> None:
+        """Move the means of a request that ends to host memory, for its session."""
+        chunks = self._means.num_chunks(state.tokens)
+        state.host_means = [
+            self._run_of(state, plane)[:, :, :chunks].to("cpu", copy=True)
+            for plane in (0, 1)
+        ]
+        self.release(state)
+
+    def continue_from(self, state: Offloaded, new: Offloaded) -> None:
+        """Give the means of a session to the request that continues it. Nobody writes
+        to them, so both may have them."""
+        chunks = self._means.num_chunks(new.tokens)
+        new.host_means = [rows[:, :, :chunks] for rows in state.host_means]
+
+    def attach(self, state: Offloaded) -> None:
+        """Move the means of a session to the device, for the request that continues
+        it."""
+        self._make_room(state, state.tokens)
+        chunks, held = self._means.num_chunks(state.tokens), state.host_means
+        state.host_means = []
+        for plane, rows in enumerate(held if chunks else []):
+            target = self._run_of(state, plane)[:, :, :chunks]
+            target.copy_(moved(rows, target.device))
+
+    def bytes_of(self, state: Offloaded) -> int:
+        """Device memory of the entries of a request."""
+        heap = self._heap
+        entry = 2 * heap.layout.head_dim * self._arena.keys.itemsize
+        entries = len(self._hot_slots.layers) * heap.num_kv_heads * state.means.room
+        return int(entries * self._means.entry_bytes(entry))
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all entries, in use or not."""
+        return self._arena.allocated_device_bytes
+
+    def check_integrity(
+        self, running: Iterable[Offloaded], waiting: Sequence[Offloaded]
+    ) -> None:
+        """Check that each entry has one owner, and that sessions have none."""
+        runs = [state.means for state in running]
+        heads = self._heap.num_kv_heads
+        self._arena.check_integrity(
+            [(run.first, heads * run.room) for run in runs if run.room]
+        )
+        assert not any(state.means.room for state in waiting), (
+            "a session has entries on the device"
+        )
