@@ -45,6 +45,11 @@ def retrieve(policy: KVCachePolicy) -> bool:
     return policy.retrieval is not None
 
 
+def only_fetch(policy: KVCachePolicy) -> bool:
+    """Queries attend to tokens, and to nothing that stands for others."""
+    return policy.retrieval is not None and policy.retrieval.chunk_means is None
+
+
 def keep_spans(policy: KVCachePolicy) -> bool:
     """Tokens that are not resident are reconstructed from spans."""
     return policy.spans is not None

@@ -15,7 +15,7 @@ from fake_engine import (
     Request,
     attend,
 )
-from policy_settings import policies_that, retrieve
+from policy_settings import only_fetch, policies_that
 
 from vllm_kvplugins.engine.heap import Fp8
 from vllm_kvplugins.engine.requests import Row
@@ -24,7 +24,7 @@ from vllm_kvplugins.policies import get_policy_class
 
 BLOCK, BLOCKS, SINKS, WINDOW, SKIP = 4, 120, 2, 5, 1
 MOST_ASKING = 32
-RETRIEVERS = list(policies_that(retrieve))
+RETRIEVERS = list(policies_that(only_fetch))
 
 
 class RetrievingEngine(FakeEngine):

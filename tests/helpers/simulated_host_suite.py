@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from policy_settings import configure, retrieve
+from policy_settings import configure, only_fetch
 from routers import write_random_router
 from simulated_cuda import CUDA, GpuTensor, SimulatedGPU
 from simulated_requests import (
@@ -51,7 +51,7 @@ from vllm_kvplugins.sessions import stored_pages
 from vllm_kvplugins.sessions.transfer import PendingSave, Transfer
 
 AHEAD = [{"prefetch": "step"}, {"prefetch": "layer"}, {"reuse_every": 2}]
-RETRIEVERS = policies(retrieve)
+RETRIEVERS = policies(only_fetch)
 RETRIEVERS += [configure("exact-topk", RETRIEVERS[0] | more) | more for more in AHEAD]
 RETRIEVERS += [configure("icecache", RETRIEVERS[0] | {"host_dtype": "int8"})]
 RETRIEVERS += [configure("icecache", RETRIEVERS[0] | {"lazy_index": True})]

@@ -15,7 +15,7 @@ from fake_engine import (
     SCALE,
     FakeEngine,
 )
-from policy_settings import policies_that, retrieve
+from policy_settings import only_fetch, policies_that
 
 from vllm_kvplugins.engine.recorded_run import (
     Fetch,
@@ -31,7 +31,7 @@ from vllm_kvplugins.policies import get_policy_class
 
 BLOCK, BLOCKS, SINKS, WINDOW, SKIP = 4, 120, 2, 5, 1
 TOKEN_BYTES = 2 * HEAD_DIM * 4
-RETRIEVERS = list(policies_that(retrieve))
+RETRIEVERS = list(policies_that(only_fetch))
 
 
 def engine(name: str, **settings: Any) -> FakeEngine:

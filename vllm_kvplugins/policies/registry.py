@@ -44,6 +44,7 @@ _POLICIES: dict[str, str] = {
     "clusterkv": "vllm_kvplugins.policies.clusterkv:ClusterKV",
     "omnikv": "vllm_kvplugins.policies.omnikv:OmniKV",
     "icecache": "vllm_kvplugins.policies.icecache:IceCache",
+    "icecache-means": "vllm_kvplugins.policies.icecache_means:IceCacheMeans",
     "flowkv": "vllm_kvplugins.policies.flowkv:FlowKV",
     "epicache": "vllm_kvplugins.policies.epicache:EpiCache",
     "sekv": "vllm_kvplugins.policies.sekv:SeKV",
