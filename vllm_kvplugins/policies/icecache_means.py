@@ -31,7 +31,7 @@ class IceCacheMeans(IceCache):
     )
 
     mean_tokens: int = Field(
-        default=32,
+        default=64,
         ge=0,
         description=IceCache.model_fields["mean_tokens"].description,
     )

@@ -142,8 +142,8 @@ class Retriever(KVCachePolicy):
         default=0,
         ge=0,
         description="Tokens that a query does not select get attention through means: "
-        "one more key and value on the device for this many consecutive tokens (32: "
-        "3 % of the context, in addition to budget). 0: they get none.",
+        "one more key and value on the device for this many consecutive tokens (64: "
+        "1.6 % of the context, in addition to budget). 0: they get none.",
     )
     host_fetch: Literal["staged", "direct"] = Field(
         default="staged",
