@@ -43,7 +43,7 @@ add_library(kvp_C MODULE
   csrc/page_copy.cpp csrc/bulk_copy.cpp csrc/assign.cpp csrc/dci.cpp
   csrc/retrieve.cpp csrc/svd.cpp csrc/components.cpp csrc/zoom.cpp
   csrc/paged_decode.cpp csrc/page_votes.cpp csrc/host_memory.cpp csrc/quantized_rows.cpp
-  csrc/threads.cpp)
+  csrc/threads.cpp csrc/unselected.cpp)
 set_target_properties(kvp_C PROPERTIES
   PREFIX "" OUTPUT_NAME "_C.abi" SUFFIX ".so"
   LIBRARY_OUTPUT_DIRECTORY "${KVP_OUTPUT_DIR}"

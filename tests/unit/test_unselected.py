@@ -13,11 +13,17 @@ from retrieving_engine import BLOCK, BLOCKS, RETRIEVERS, SINKS, SKIP, WINDOW, en
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError, codes_in
+from vllm_kvplugins.ops.unselected import (
+    ChunkRuns,
+    logarithms,
+    unselected_logs,
+    write_unselected,
+)
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies import get_policy_class
-from vllm_kvplugins.spans.chunk_means import ChunkMeans
 
 SEED = 20261128
+CPU = torch.device("cpu")
 PROMPTS = (40, 75, 120)
 
 
@@ -142,15 +148,65 @@ def test_bytes_are_those_that_the_policy_plans(size):
     assert without.device_bytes(4000, geometry) == 0
 
 
-def test_a_mean_weighs_as_much_as_its_tokens_if_they_are_equal():
-    """Then attention is exact, whatever is selected."""
-    means = ChunkMeans(4)
+def test_biases_are_logarithms_of_what_is_left():
     selected = torch.tensor([[[0, 5, 6, 7, 9]], [[1, 2, 0, 0, 0]]])
-    logs = means.log_unselected(selected, torch.tensor([5, 2]), 3)
+    logs = logarithms(4, CPU)
+    left = unselected_logs(selected, torch.tensor([5, 2]), 3, logs)
     expected = torch.tensor([[[3.0, 1.0, 3.0]], [[2.0, 4.0, 4.0]]]).log()
-    torch.testing.assert_close(logs, expected)
+    torch.testing.assert_close(left, expected)
     every = torch.arange(8)[None, None]
-    assert means.log_unselected(every, torch.tensor([8]), 2).eq(-torch.inf).all()
+    assert unselected_logs(every, torch.tensor([8]), 2, logs).eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("size", [1, 5, 64])
+def test_compiled_biases_are_those_of_torch(monkeypatch, size):
+    """Bit for bit, with runs of different lengths, and nothing else is written."""
+    generator = torch.Generator().manual_seed(SEED)
+    heads, tokens, width = 3, (0, size - 1, 130, 333), 40
+    held = [torch.randperm(max(n, width), generator=generator)[:width] for n in tokens]
+    token = torch.stack([rows.expand(heads, -1) for rows in held])[[2, 0, 3, 1]]
+    slot_indices, counts = torch.tensor([1, 3, 0, 2]), torch.tensor([0, 0, 40, 31])
+    chunks = torch.tensor([n // size for n in tokens])
+    room = int(chunks.max()) + 2
+    first = torch.arange(4 * heads).view(4, heads).flip(0) * room + 1
+    runs = ChunkRuns.of(first, chunks, CPU, CPU)
+    logs, biases = logarithms(size, CPU), {}
+    for ops in ("compiled", "torch"):
+        monkeypatch.setenv("KVP_OPS", ops)
+        biases[ops] = torch.full((4 * heads * room + 1,), torch.nan)
+        write_unselected(biases[ops], runs, token, slot_indices, counts, logs)
+    assert biases["compiled"].equal(biases["torch"]) or torch.equal(
+        biases["compiled"].nan_to_num(7.5), biases["torch"].nan_to_num(7.5)
+    )
+    written = int((~biases["torch"].isnan()).sum())
+    assert written == heads * int(chunks.sum())
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"token": torch.tensor([[[3, 3]]])}, "token"),
+        ({"token": torch.tensor([[[3, -1]]])}, "token"),
+        ({"slot_indices": torch.tensor([1])}, "slot_indices"),
+        ({"counts": torch.tensor([3])}, "counts"),
+        ({"logs": torch.zeros(1)}, "logs"),
+        ({"bias": torch.zeros(1)}, "starts"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_wrong_arguments_are_named(monkeypatch, change, what):
+    monkeypatch.setenv("KVP_OPS", "compiled")
+    good = {
+        "bias": torch.zeros(5),
+        "runs": ChunkRuns.of(torch.tensor([[0]]), torch.tensor([5]), CPU, CPU),
+        "token": torch.tensor([[[3, 4]]]),
+        "slot_indices": torch.tensor([0]),
+        "counts": torch.tensor([2]),
+        "logs": logarithms(1, CPU),
+    }
+    write_unselected(**good)
+    with pytest.raises(ValueError, match=rf"kvp\.unselected_bias: {what}"):
+        write_unselected(**good | change)
 
 
 @pytest.mark.parametrize(

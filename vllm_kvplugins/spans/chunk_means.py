@@ -60,28 +60,3 @@ class ChunkMeans:
         stop = full * self.chunk_tokens
         chunks = rows[:, :stop].unflatten(1, (full, self.chunk_tokens))
         return chunks.float().mean(2)
-
-    def log_unselected(
-        self, selected: torch.Tensor, counts: torch.Tensor, num_chunks: int
-    ) -> torch.Tensor:
-        """The logarithm of how many tokens of each chunk are not selected.
-
-        Args:
-            selected: int64 [requests, num_kv_heads, n], distinct host tokens.
-            counts: int64 [requests], how many of ``n`` are selected.
-            num_chunks: the most chunks that a request has.
-
-        Returns:
-            float32 [requests, num_kv_heads, num_chunks]; -inf if all are selected.
-        """
-        requests, heads, width = selected.shape
-        column = torch.arange(width, device=selected.device)
-        # Tokens without a full chunk, and unused columns, count for an extra one.
-        chunk = (selected // self.chunk_tokens).clamp(max=num_chunks)
-        chunk = chunk.where(column < counts[:, None, None], num_chunks)
-        size = float(self.chunk_tokens)
-        left = torch.full(
-            (requests, heads, num_chunks + 1), size, device=selected.device
-        )
-        left.scatter_add_(2, chunk, left.new_full((), -1.0).expand(chunk.shape))
-        return left[:, :, :num_chunks].log()

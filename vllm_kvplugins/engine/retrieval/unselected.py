@@ -19,6 +19,7 @@ from vllm_kvplugins.engine.retrieval.hot_slots import HotSlots
 from vllm_kvplugins.engine.retrieval.offloaded import Batch, MeanRun, Offloaded
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.device import moved
+from vllm_kvplugins.ops.unselected import ChunkRuns, logarithms, write_unselected
 from vllm_kvplugins.spans.chunk_means import ChunkMeans
 
 
@@ -27,22 +28,13 @@ class Attended:
     """The entries of a batch; the same in all layers of a step.
 
     Attributes:
-        starts, counts: int64 [requests * num_kv_heads], the run of each KV head.
-        num_chunks: the most chunks that a request has.
-        places: int64 [n], all entries of the batch, in order.
-        used: int64 [n], where their biases are in [requests, KV heads, num_chunks].
         slot_indices: int64 [requests], rows of hot slots.
-        hot: int64 [layers, requests], hot slots; ``widths`` are the largest of them.
+        hot: int64 [layers, requests], hot slots.
     """
 
-    starts: torch.Tensor
-    counts: torch.Tensor
-    num_chunks: int
-    places: torch.Tensor
-    used: torch.Tensor
+    runs: ChunkRuns
     slot_indices: torch.Tensor
     hot: torch.Tensor
-    widths: list[int]
 
 
 class UnselectedMeans:
@@ -61,6 +53,7 @@ class UnselectedMeans:
         self._arena = EntryArena(
             len(hot_slots.layers), heap.layout.head_dim, dtype, heap.pages.device
         )
+        self._logs = logarithms(means.chunk_tokens, hot_slots.token.device)
 
     def append(
         self,
@@ -129,51 +122,38 @@ class UnselectedMeans:
 
     def of(self, batch: Batch) -> Attended:
         """The entries of a batch."""
-        heads, states = self._heap.num_kv_heads, batch.states
+        states, head = batch.states, torch.arange(self._heap.num_kv_heads)
+        runs = [state.means.first + head * state.means.room for state in states]
         chunks = [self._means.num_chunks(state.tokens) for state in states]
-        most, head = max(chunks), torch.arange(heads)
-        starts = torch.stack(
-            [state.means.first + head * state.means.room for state in states]
-        )
-        column = torch.arange(most)
-        number = torch.tensor(chunks)
-        used = (column < number[:, None, None]).expand(-1, heads, -1)
-        places = (starts[..., None] + column)[used]
         layers = self._hot_slots.layers
         hot = [[state.hot[layer] for state in states] for layer in layers]
-        there = self._hot_slots.token.device
-        device = self._heap.pages.device
+        selects_on = self._hot_slots.token.device
         return Attended(
-            starts=moved(starts.flatten(), device),
-            counts=moved(number.repeat_interleave(heads), device),
-            num_chunks=most,
-            places=moved(places, device),
-            used=moved(used.flatten().nonzero()[:, 0], there),
-            slot_indices=moved(batch.slot_indices, there),
-            hot=moved(torch.tensor(hot), there),
-            widths=[max(each) for each in hot],
+            ChunkRuns.of(
+                torch.stack(runs),
+                torch.tensor(chunks),
+                self._heap.pages.device,
+                selects_on,
+            ),
+            slot_indices=moved(batch.slot_indices, selects_on),
+            hot=moved(torch.tensor(hot), selects_on),
         )
 
     def attended(self, entries: Attended, layer: int) -> CoarseEntries:
         """Entries of a layer, with biases for the tokens that are in hot slots now."""
-        at = layer - self._hot_slots.layers.start
+        at, runs = layer - self._hot_slots.layers.start, entries.runs
         bias = self._arena.bias[at]
-        if entries.num_chunks:
-            token = self._hot_slots.hot_set(layer).token
-            selected = token[:, :, : entries.widths[at]].index_select(
-                0, entries.slot_indices
+        if runs.num_chunks:
+            write_unselected(
+                bias,
+                runs,
+                self._hot_slots.hot_set(layer).token,
+                entries.slot_indices,
+                entries.hot[at],
+                self._logs,
             )
-            logs = self._means.log_unselected(
-                selected, entries.hot[at], entries.num_chunks
-            )
-            own = logs.flatten().index_select(0, entries.used)
-            bias.index_copy_(0, entries.places, moved(own, bias.device))
         return CoarseEntries(
-            self._arena.keys[at],
-            self._arena.values[at],
-            bias,
-            entries.starts,
-            entries.counts,
+            self._arena.keys[at], self._arena.values[at], bias, runs.starts, runs.counts
         )
 
     # -- requests -----------------------------------------------------------------
