@@ -107,6 +107,7 @@ CODES: dict[str, str] = {
     "KVP142": 'icecache: `index: "device"` without host_memory',
     "KVP143": 'icecache: `index: "device"` with a setting of a search on the host',
     "KVP144": "mean_tokens with a setting that it does not work with",
+    "KVP145": "codes and means of host_memory do not fit on the device",
     # 200-299: worker and attention
     "KVP201": "a policy's `score` did not return one float per slot",
     "KVP202": "the KV caches of the layers are not one allocation",

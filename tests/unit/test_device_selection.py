@@ -244,17 +244,22 @@ def test_vllm_gets_the_rest(monkeypatch):
 
     monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 10 << 30)
     geometry = Geometry(16, 32, 4, 2 * 32 * 8 * 128 * 2, 128, 2)
-    given = {}
-    for index, pool in (("auto", None), ("device", None), ("device", 5 << 30)):
+
+    def given(pool: int | None = None, **settings: Any) -> int:
         worker = KVPolicyGPUWorker.__new__(KVPolicyGPUWorker)
-        policy = parse_policy(EIGHT_GIB | {"index": index})
+        policy = parse_policy(EIGHT_GIB | settings)
         runtime = SimpleNamespace(policy=policy, geometry=geometry)
         worker.kv_policy = SimpleNamespace(runtime=runtime)
         worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=pool)
-        given[index, pool] = worker.determine_available_memory()
+        return worker.determine_available_memory()
+
     codes_here = (4 << 30) * 132 // 512
-    assert given["device", None] == (10 << 30) - codes_here
-    assert given["auto", None] == given["device", 5 << 30] == 10 << 30
+    assert given(index="device") == (10 << 30) - codes_here
+    assert given() == given(5 << 30, index="device") == 10 << 30
+    means_here = (4 << 30) // 64 * 516 // 512
+    assert given(mean_tokens=64) == pytest.approx((10 << 30) - means_here, abs=4)
+    with pytest.raises(KVPolicyError, match="KVP145"):
+        given(mean_tokens=1, host_memory="40GiB")
 
 
 # -- settings --------------------------------------------------------------------------

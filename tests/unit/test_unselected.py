@@ -144,6 +144,10 @@ def test_bytes_are_those_that_the_policy_plans(size):
     more = policy.device_bytes(request.computed + 8 * size, geometry)
     assert used >= policy.device_bytes(request.computed, geometry) * 0.7
     assert more > policy.device_bytes(request.computed, geometry)
+    full = policy.model_copy(update={"host_memory": 1 << 20})
+    row = 2 * 8 * 4
+    entries = (1 << 20) // row // size
+    assert full.reserved_device_bytes(geometry) == pytest.approx(entries * (row + 4))
     without = parse_policy({"name": "exact-topk"})
     assert without.device_bytes(4000, geometry) == 0
 

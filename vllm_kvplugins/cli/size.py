@@ -419,7 +419,7 @@ def _print(console: Console, figures: dict[str, Any]) -> None:
         table.add_row("host memory, maximum", "", amount(request["host_bytes"]))
     if request["device_bytes"]:
         used = amount(request["device_bytes"])
-        table.add_row("device memory, codes", "", used)
+        table.add_row("device memory, codes and means", "", used)
     console.print(table)
     if figures["shared_blocks"]:
         shared = figures["shared_blocks"]
@@ -430,7 +430,7 @@ def _print(console: Console, figures: dict[str, Any]) -> None:
     if figures["reserved_device_bytes"]:
         console.print(
             f"{amount(figures['reserved_device_bytes'])} of device memory next to the "
-            "pool are allocated at start-up, in proportion to host_memory"
+            "pool are set aside at start-up, in proportion to host_memory"
         )
     for line in (*_requested_lines(figures["wanted"]), *_pool_lines(figures)):
         console.print(line)

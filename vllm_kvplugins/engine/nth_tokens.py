@@ -25,12 +25,14 @@ class NthTokens:
         queries: int64 [rows], indices of the step's queries.
         rows: int64 [rows], indices of the step's rows.
         newer: int32 [rows], number of the row's tokens after this one.
+        has_newer: whether one of these numbers is not zero.
     """
 
     num_kv_heads: int
     queries: torch.Tensor
     rows: torch.Tensor
     newer: torch.Tensor
+    has_newer: bool = True
     _cached_for: torch.Tensor | None = None
     _cached: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -47,6 +49,8 @@ class NthTokens:
             int32 [rows * num_kv_heads, max pages] and [rows * num_kv_heads]. The
             lengths exclude newer tokens of the step.
         """
+        if not self.has_newer and len(pages) == len(self.rows) * self.num_kv_heads:
+            return pages, lengths  # all rows of the step, which are in order
         if self._cached is None or self._cached_for is not pages:
             own = pages.unflatten(0, (-1, self.num_kv_heads))[self.rows].flatten(0, 1)
             after = lengths.view(-1, self.num_kv_heads)[self.rows]
@@ -76,6 +80,7 @@ def rounds_of(
             on_device([row.first_query + number for _, row in active], device),
             on_device([index for index, _ in active], device),
             on_device(newer, device).int(),
+            any(newer),
         )
         rounds.append((tokens, [row for _, row in active]))
     return rounds

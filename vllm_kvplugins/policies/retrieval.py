@@ -298,19 +298,33 @@ class Retriever(KVCachePolicy):
         offloaded = max(tokens - self.sinks - self.window, 0)
         layers = max(geometry.num_layers - self.skip_layers, 0)
         rows = geometry.all_rows * layers // geometry.num_layers
-        # Means of an fp8 cache are bfloat16.
-        row_bytes = geometry.row_bytes * (2 if geometry.element_bytes == 1 else 1)
-        entry = means.entry_bytes(row_bytes)
+        entry = means.entry_bytes(self._mean_row_bytes(geometry))
         return int(rows * means.room(offloaded) * entry)
 
     def reserved_device_bytes(self, geometry: Geometry) -> int:
-        """Device memory outside vLLM's pool that is allocated at start-up, on all
-        ranks; 0 if the host selects.
+        """Device memory outside vLLM's pool that is set aside at start-up, on all
+        ranks: for means, and for codes if the device selects.
 
-        Every page of host memory has room for its codes, so that requests which fit in
-        host memory also fit here.
+        Every page of host memory has room for its codes and means, so that requests
+        which fit in host memory also fit here.
         """
-        return self._code_bytes(self.host_memory or 0, geometry)
+        held = self.host_memory or 0
+        return self._code_bytes(held, geometry) + self._reserved_means(held, geometry)
+
+    def _reserved_means(self, host_bytes: int, geometry: Geometry) -> int:
+        """Bytes of the means of all tokens that host memory can hold."""
+        means, row_bytes = self.chunk_means, geometry.row_bytes
+        if means is None:
+            return 0
+        stored = row_bytes
+        if self.host_dtype != "auto":
+            stored = self._quantized_bytes(int(row_bytes), geometry)
+        entry = means.entry_bytes(self._mean_row_bytes(geometry))
+        return int(host_bytes / stored / means.chunk_tokens * entry)
+
+    def _mean_row_bytes(self, geometry: Geometry) -> float:
+        """Bytes of a mean key and value; those of an fp8 cache are bfloat16."""
+        return geometry.row_bytes * (2 if geometry.element_bytes == 1 else 1)
 
     def _code_bytes(self, stored_bytes: int, geometry: Geometry) -> int:
         """Bytes of the codes of host pages with this many bytes."""

@@ -93,8 +93,8 @@ def pinning_problems(policy: KVCachePolicy, device: torch.device) -> list[str]:
 
 
 def reserved_device_bytes(policy: KVCachePolicy, geometry: Geometry) -> int:
-    """Device memory outside vLLM's pool that this rank allocates at start-up."""
-    if policy.retrieval is None or policy.retrieval.device_selection is None:
+    """Device memory outside vLLM's pool that this rank sets aside at start-up."""
+    if policy.retrieval is None:
         return 0
     total = policy.retrieval.reserved_device_bytes(geometry)
     return int(total * geometry.rank_share)

@@ -8,6 +8,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.vllm_adapter.config import host_memory
 from vllm_kvplugins.vllm_adapter.worker import host_threads
 from vllm_kvplugins.vllm_adapter.worker.worker import PolicyWorker
@@ -36,9 +37,18 @@ class KVPolicyGPUWorker(PolicyWorker, Worker):
         if not own or self.cache_config.kv_cache_memory_bytes:
             return available
         logger.info(
-            "KV policy %s keeps codes of keys in %d MiB of device memory, which the KV "
-            "cache of vLLM gets less; lower host_memory to change this",
+            "KV policy %s keeps codes or means of keys in %d MiB of device memory, which "
+            "the KV cache of vLLM gets less; lower host_memory to change this",
             runtime.policy.name,
             own >> 20,
         )
+        if own >= available:
+            raise KVPolicyError(
+                coded(
+                    "KVP145",
+                    f"codes and means of all tokens that fit in host_memory need "
+                    f"{own >> 20} MiB of device memory, and {available >> 20} MiB are "
+                    "left; set a smaller host_memory in --kv-policy-config",
+                )
+            )
         return available - own
