@@ -73,12 +73,17 @@ class UnselectedMeans:
         begin = first - first % self._means.chunk_tokens
         stop = first + keys.shape[1]
         self._make_room(state, stop)
-        lead = range(begin, first)
-        for plane, rows in enumerate((keys, values)):
-            rows = self._heap.unscaled(rows)
-            if lead:
-                held = self._tier.read(state.tables(layers), lead)[plane]
-                rows = torch.cat([moved(held, rows.device).to(rows.dtype), rows], 1)
+        if self._means.num_chunks(stop) == self._means.num_chunks(begin):
+            return
+        parts = [self._heap.unscaled(rows) for rows in (keys, values)]
+        if begin < first:
+            # The host has the first tokens of the chunk.
+            held = self._tier.read(state.tables(layers), range(begin, first))
+            parts = [
+                torch.cat([moved(lead, rows.device).to(rows.dtype), rows], 1)
+                for lead, rows in zip(held, parts, strict=True)
+            ]
+        for plane, rows in enumerate(parts):
             self._write(state, layers, begin, plane, self._means.means(rows))
 
     def _write(

@@ -37,8 +37,8 @@ class KVPolicyGPUWorker(PolicyWorker, Worker):
         if not own or self.cache_config.kv_cache_memory_bytes:
             return available
         logger.info(
-            "KV policy %s keeps codes or means of keys in %d MiB of device memory, which "
-            "the KV cache of vLLM gets less; lower host_memory to change this",
+            "KV policy %s keeps codes or means of keys in %d MiB of device memory, "
+            "which the KV cache of vLLM gets less; lower host_memory to change this",
             runtime.policy.name,
             own >> 20,
         )
