@@ -299,7 +299,7 @@ class Retriever(KVCachePolicy):
         layers = max(geometry.num_layers - self.skip_layers, 0)
         rows = geometry.all_rows * layers // geometry.num_layers
         entry = means.entry_bytes(self._mean_row_bytes(geometry))
-        return int(rows * means.room(offloaded) * entry)
+        return int(rows * means.num_chunks(offloaded) * entry)
 
     def reserved_device_bytes(self, geometry: Geometry) -> int:
         """Device memory outside vLLM's pool that is set aside at start-up, on all

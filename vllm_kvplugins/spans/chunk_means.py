@@ -21,8 +21,6 @@ from dataclasses import dataclass
 import torch
 
 _BIAS_BYTES = 4  # float32
-# Entries per KV head that are allocated at once, so that runs seldom grow.
-_ENTRIES_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +36,6 @@ class ChunkMeans:
     def num_chunks(self, tokens: int) -> int:
         """Chunks of this many tokens."""
         return tokens // self.chunk_tokens
-
-    def room(self, tokens: int) -> int:
-        """Entries that are allocated for this many tokens, per KV head."""
-        return -(-self.num_chunks(tokens) // _ENTRIES_AT_ONCE) * _ENTRIES_AT_ONCE
 
     def entry_bytes(self, row_bytes: float) -> float:
         """Bytes of an entry, from those of a key and a value."""

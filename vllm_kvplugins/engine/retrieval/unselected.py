@@ -106,11 +106,11 @@ class UnselectedMeans:
         entries = self._arena.keys if plane == 0 else self._arena.values
         heads, own = self._heap.num_kv_heads, state.means
         stop = own.first + heads * own.room
-        return entries[:, own.first : stop].unflatten(1, (heads, -1))
+        return entries[:, own.first : stop].unflatten(1, (heads, own.room))
 
     def _make_room(self, state: Offloaded, tokens: int) -> None:
         """Allocate entries for this many tokens; copies those that the request has."""
-        room, old = self._means.room(tokens), state.means
+        room, old = self._means.num_chunks(tokens), state.means
         if room <= old.room:
             return
         held = [self._run_of(state, plane) for plane in (0, 1)] if old.room else []
