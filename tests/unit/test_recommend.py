@@ -371,7 +371,8 @@ def test_the_figures_are_those_of_the_package(folder):
     scores = [
         s["mean"] for m in best["scores"].values() for t, s in m.items() if t != "kl"
     ]
-    assert sum(scores) / len(scores) == pytest.approx(max(m for m in measured if m))
+    # Shares of keys within 0.05 count as equal; the divergence then decides.
+    assert sum(scores) / len(scores) >= max(m for m in measured if m) - 0.05
 
 
 def test_it_says_what_it_extrapolates(folder):
