@@ -73,13 +73,9 @@ def test_no_single_policy_is_better_by_more_than_its_interval(every_model, workl
     assert [each for each in rows if each.is_below] == []
 
 
-def test_a_difference_in_pairs_is_as_small_as_the_documentation_says(
-    every_model,
-):
-    """``exact-topk`` diverges less on every sample of one model."""
+def test_no_policy_is_better_on_the_same_samples(every_model):
     rows = comparisons(every_model, Workload.AGENT)
-    worse = [each for each in rows if each.is_worse_in_pairs]
-    assert all(each.task == KL and each.own - each.best < 0.01 for each in worse)
+    assert [each for each in rows if each.is_worse_in_pairs] == []
 
 
 @EVERY_WORKLOAD
@@ -138,13 +134,14 @@ def _worse(models: list[Model], policies: set[str], task: str) -> list[Model]:
 
 
 def test_other_rows_give_another_choice(models):
-    changed = _worse(models, {"icecache"}, MULTIKEY)
-    assert choose(models, Workload.AGENT, True, MIN_SCORE) == "icecache"
-    assert choose(changed, Workload.AGENT, True, MIN_SCORE) == "exact-topk"
+    changed = _worse(models, {"icecache-means"}, MULTIKEY)
+    assert choose(models, Workload.AGENT, True, MIN_SCORE) == "icecache-means"
+    assert choose(changed, Workload.AGENT, True, MIN_SCORE) == "icecache"
 
 
 def test_rows_in_which_no_policy_keeps_the_answers_are_seen(models):
-    changed = _worse(models, {"icecache", "exact-topk", "pqcache"}, PASSKEY)
+    kept = {"icecache", "exact-topk", "pqcache"}
+    changed = _worse(models, kept | {"icecache-means"}, PASSKEY)
     assert choose(changed, Workload.AGENT, True, MIN_SCORE) == "stock"
 
 

@@ -242,6 +242,21 @@ def test_the_faster_policy_is_better_among_equals():
     assert ask(rows, "chat", memory=14)["policy"] == "near"
 
 
+def test_shares_of_keys_within_the_noise_count_as_equal():
+    """The divergence then decides, also for documents."""
+    rows = content(
+        cell("near", 0.2, 15, 0.10),
+        cell("more", 0.2, 15, 0.20),
+        near=contract(),
+        more=contract(),
+    )
+    of_more = rows["models"][0]["cells"][1]
+    of_more["passkey"] = of_more["passkey"] | {"mean": 0.78}
+    assert ask(rows, "document", memory=14)["policy"] == "near"
+    of_more["passkey"] = of_more["passkey"] | {"mean": 0.90}
+    assert ask(rows, "document", memory=14)["policy"] == "more"
+
+
 def test_speeds_within_the_noise_count_as_equal():
     policies = {"lean": (1.01, 0.5), "fast": (1.05, 1.0)}  # speed, host memory
     rows = content(
@@ -371,8 +386,8 @@ def test_the_figures_are_those_of_the_package(folder):
     scores = [
         s["mean"] for m in best["scores"].values() for t, s in m.items() if t != "kl"
     ]
-    # Shares of keys within 0.05 count as equal; the divergence then decides.
-    assert sum(scores) / len(scores) >= max(m for m in measured if m) - 0.05
+    # Shares of keys within 0.04 count as equal; the divergence then decides.
+    assert sum(scores) / len(scores) >= max(m for m in measured if m) - 0.04
 
 
 def test_it_says_what_it_extrapolates(folder):

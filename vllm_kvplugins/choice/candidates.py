@@ -14,7 +14,7 @@ from vllm_kvplugins.choice.requests import Request, Workload
 _BLOCK_STEP, _LARGEST_BLOCK = 256, 2048
 # Shares of keys found that differ by less count as equal: about the standard error of a
 # share of 0.8 of 80 questions.
-_EQUAL_SCORE = 0.05
+_EQUAL_SCORE = 0.04
 # Divergences that differ by less count as equal; means of 20 samples vary by more.
 _EQUAL_KL_NATS = 0.01
 # Speeds, as shares of stock's, that differ by less count as equal; medians of three
