@@ -89,7 +89,7 @@ def test_sessions_in_such_a_pool_keep_everything(chosen):
 def test_a_small_pool_gets_the_retriever_with_the_measured_settings(chosen):
     for name in ("small pool", "small pool by name", "drafts"):
         policy = chosen[name]["policy"]
-        assert policy["name"] == "icecache", name
+        assert policy["name"] == "icecache-means", name
         assert policy["skip_layers"] == 0
         assert 0 < policy["budget"] < 0.2
     (message,) = chosen["small pool"]["log"]
@@ -107,7 +107,7 @@ def test_vllm_may_choose_the_longest_request(chosen):
     """``--max-model-len auto``: what 69 blocks hold, less an answer of 64 tokens."""
     (message,) = chosen["length of the pool"]["log"]
     assert "prompts of 2,144 tokens" in message
-    assert chosen["length of the pool"]["policy"]["name"] == "icecache"
+    assert chosen["length of the pool"]["policy"]["name"] == "icecache-means"
 
 
 def test_host_memory_is_a_limit_for_the_choice_and_for_the_policy(chosen):
@@ -130,7 +130,7 @@ def test_what_a_policy_refuses_the_next_one_gets(chosen):
     (message,) = case["log"]
     assert message.startswith("WARNING")
     assert {"KVP035"} == set(codes_in(message))
-    for name in ("icecache", "exact-topk"):
+    for name in ("icecache-means", "exact-topk"):
         assert f"cannot run here: {name}" in message
 
 
@@ -194,7 +194,7 @@ def test_processes_that_start_later_find_the_policy(tiny_model):
     first, second = run_scenario(
         "scenarios_auto:later_processes", arguments | {"host_bytes": [8 << 30, 0]}
     )
-    assert first["policy"]["name"] == "icecache"
+    assert first["policy"]["name"] == "icecache-means"
     assert second["policy"] == first["policy"]
     assert (len(first["log"]), second["log"]) == (1, [])
     first, second = run_scenario(
@@ -227,7 +227,7 @@ def test_an_engine_with_a_small_pool_frees_blocks(tiny_model):
     prompts = [random_tokens(SEED + n, 900, VOCABULARY) for n in range(4)]
     arguments = {"model": tiny_model, "prompts": prompts, "tokens": 64} | LENGTH | SMALL
     own = run_scenario("scenarios_auto:answers", arguments | {"policy": SHORT})
-    assert own["policy"]["name"] == "icecache"
+    assert own["policy"]["name"] == "icecache-means"
     assert own["compactions"] > 0
     assert all(len(tokens) == 64 for tokens in own["tokens"].values())
 
@@ -263,6 +263,6 @@ def test_a_detail_of_a_long_text_is_found_in_a_small_pool(model_path):
     own = run_scenario(
         "scenarios_auto:answers", arguments | {"policy": SHORT}, timeout=1000
     )
-    assert own["policy"]["name"] == "icecache"
+    assert own["policy"]["name"] == "icecache-means"
     assert own["compactions"] > 0
     assert "72202" in tokenizer.decode(own["tokens"]["0"])
