@@ -34,7 +34,7 @@ from simulated_requests import (
 )
 
 from vllm_kvplugins.engine.entries import EntryArena
-from vllm_kvplugins.engine.retrieval import controller as retrieval_controller
+from vllm_kvplugins.engine.retrieval import rounds
 from vllm_kvplugins.engine.retrieval.controller import RetrievalController
 from vllm_kvplugins.engine.spans import controller
 from vllm_kvplugins.engine.spans.controller import SpanController
@@ -62,6 +62,27 @@ LONG_PROMPTS = {"long": 180, "short": 150}
 OF_FP8 = [policy for policy in RETRIEVERS if "host_dtype" not in policy]
 
 
+def run_long(
+    life: Life, gpu: SimulatedGPU | None, late: list[list[str]]
+) -> list[torch.Tensor]:
+    """Generate four answers; return the page tables of all steps.
+
+    Args:
+        late: gets what the host waited for in each step that only decodes.
+    """
+    tables = []
+    while life.computed["short"] < PROMPTS["short"] + 4 * ANSWER:
+        before = len(gpu.waits) if gpu else 0
+        rows = life.rows()
+        tables += life.step(rows)
+        decoding = all(row.new_tokens == 1 for row in rows)
+        if gpu and decoding and not life.compacted:
+            waits = gpu.waits[before:]
+            # check_integrity reads the arena, which engines do not do
+            late.append([each for each in waits if "entries.py" not in each])
+    return tables
+
+
 @pytest.mark.parametrize(
     ("policy", "fp8"),
     [(policy, False) for policy in RETRIEVERS] + [(policy, True) for policy in OF_FP8],
@@ -77,16 +98,9 @@ def test_retrieval_on_a_gpu_is_that_on_a_cpu(
     )
     actual, fetched, late = {}, {}, []
     for device in (torch.device("cpu"), CUDA):
-        tables = []
         with on(device) as gpu:
             life = Life(policy, device, fp8=fp8)
-            while life.computed["short"] < PROMPTS["short"] + 4 * ANSWER:
-                before = len(gpu.waits) if gpu else 0
-                rows = life.rows()
-                tables += life.step(rows)
-                decoding = all(row.new_tokens == 1 for row in rows)
-                if gpu and decoding and not life.compacted:
-                    late.append(gpu.waits[before:])
+            tables = run_long(life, gpu, late)
             retrieval = life.retrieval
             retrieval._wait_for_pending()
             fetched[device.type] = retrieval.take_traffic()
@@ -293,24 +307,15 @@ def test_means_on_a_gpu_are_those_on_a_cpu(monkeypatch, index: str, fp8: bool):
     without_inference_mode(
         monkeypatch, *((RetrievalController, name) for name in methods)
     )
-    monkeypatch.setattr(retrieval_controller, "attend_mixed", attended_elsewhere)
+    monkeypatch.setattr(rounds, "attend_mixed", attended_elsewhere)
     monkeypatch.setattr(EntryArena, "_allocate", EntryArena._allocate.__wrapped__)
     more = {"mean_tokens": 4, "index": index, "host_memory": 1 << 18}
     policy = configure("icecache", RETRIEVERS[0] | more)
     actual, late = {}, []
     for device in (torch.device("cpu"), CUDA):
-        tables = []
         with on(device) as gpu:
             life = Life(policy, device, fp8=fp8)
-            while life.computed["short"] < PROMPTS["short"] + 4 * ANSWER:
-                before = len(gpu.waits) if gpu else 0
-                rows = life.rows()
-                tables += life.step(rows)
-                decoding = all(row.new_tokens == 1 for row in rows)
-                if gpu and decoding and not life.compacted:
-                    waits = gpu.waits[before:]
-                    # check_integrity reads the arena, which engines do not do
-                    late.append([each for each in waits if "entries.py" not in each])
+            tables = run_long(life, gpu, late)
             means = life.retrieval._means
             assert means is not None
             tables += [means._arena.keys, means._arena.values, means._arena.bias]

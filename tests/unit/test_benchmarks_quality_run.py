@@ -57,6 +57,21 @@ def test_a_budget_is_the_largest_that_fits():
     assert fit_module.held_tokens(fitted, 2000, GEOMETRY) <= limit
     one_more = policy | {"budget": fitted["budget"] + 1.5 / 2000}
     assert fit_module.held_tokens(one_more, 2000, GEOMETRY) > limit
+
+
+def test_what_a_retriever_holds_next_to_its_pages_counts():
+    """Pages and means together hold no more than a share: fewer tokens are fetched."""
+    plain = {"name": "exact-topk", "skip_layers": 0}
+    budgets = []
+    for mean_tokens in (0, 64, 16):
+        policy = plain | {"mean_tokens": mean_tokens}
+        fitted = fit_module.fit(policy, 0.2, 2000, GEOMETRY)
+        parsed = parse_policy(dict(fitted))
+        pages = parsed.plan(Lengths(2000), GEOMETRY).resident_blocks(2000) * 32
+        means = parsed.device_bytes(2000, GEOMETRY) / GEOMETRY.kv_bytes_per_token
+        assert pages + means <= fit_module.most_held(0.2, 2000, GEOMETRY)
+        budgets.append(fitted["budget"])
+    assert budgets == sorted(set(budgets), reverse=True)
     # its first layers alone exceed the budget
     with pytest.raises(KVPolicyError, match="of 2000 tokens however small"):
         fit_module.fit(policy, 0.05, 2000, GEOMETRY)

@@ -12,7 +12,7 @@ wrote them. One call per layer serves all requests of a step.
 The tokens of a row that verifies drafts share the row's hot slots, so they attend one
 after the other (``attend``): each selects with its own query, as without speculation.
 Tokens of a prompt attend to all earlier tokens (``prompt_rows``). If the policy has
-``chunk_means``, generated tokens attend here, too, to pages and means (``unselected``).
+``chunk_means``, all generated tokens attend so, to pages and means (``unselected``).
 
 The host selects, on every device. On a GPU, queries are copied to the host, which waits
 for them. The selected tokens are copied back in one transfer, or the GPU reads them
@@ -29,12 +29,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from vllm_kvplugins.engine.heap import Heap
-from vllm_kvplugins.engine.nth_tokens import NthTokens, rounds_of
+from vllm_kvplugins.engine.nth_tokens import rounds_of
 from vllm_kvplugins.engine.recorded_run import Fetch
 from vllm_kvplugins.engine.requests import DueCompaction, PageList, Row
 from vllm_kvplugins.engine.retrieval.detached import DetachedStates
@@ -53,13 +52,13 @@ from vllm_kvplugins.engine.retrieval.prompt_rows import (
     prompt_rows,
     resident_tokens,
 )
+from vllm_kvplugins.engine.retrieval.rounds import Round
 from vllm_kvplugins.engine.retrieval.stored_pages import StoredPages
-from vllm_kvplugins.engine.retrieval.unselected import Attended, UnselectedMeans
+from vllm_kvplugins.engine.retrieval.unselected import UnselectedMeans
 from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
 from vllm_kvplugins.ops.device import AsyncHostCopy, SideStream, moved
 from vllm_kvplugins.ops.hot_set import fill_hot
 from vllm_kvplugins.ops.layout import PagedKV
-from vllm_kvplugins.ops.mixed_attention import attend_mixed
 from vllm_kvplugins.ops.threads import Helper
 from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.policies.retrieval import Retriever
@@ -67,18 +66,6 @@ from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
 
 # Most queries per query head that select in one step.
 _MAX_SELECTING_QUERIES = 32
-
-
-class Round(NamedTuple):
-    """The n-th new tokens of the rows that attend here.
-
-    Attributes:
-        entries: what they attend to of the tokens that they do not select.
-    """
-
-    tokens: NthTokens
-    batch: Batch
-    entries: Attended | None
 
 
 class RetrievalController(StepExtension):
@@ -307,7 +294,7 @@ class RetrievalController(StepExtension):
         for index, (row, state) in enumerate(zip(rows, known, strict=True)):
             if index in reading or state is None or not any(state.hot.values()):
                 continue
-            if self._attends(row):
+            if row.draft_tokens or self._means is not None:
                 attending.append((index, row))
             else:
                 batches.setdefault((row.new_tokens, state.prefetched), []).append(row)
@@ -337,15 +324,6 @@ class RetrievalController(StepExtension):
             )
         for state in self._requests.values():
             state.prefetched = False
-
-    def _attends(self, row: Row) -> bool:
-        """Whether the tokens of a row attend here, one after the other.
-
-        Generated tokens that are computed again after a preemption are too many.
-        """
-        if row.draft_tokens:
-            return True
-        return self._means is not None and row.new_tokens <= _MAX_SELECTING_QUERIES
 
     def _list_rounds(self, rows: Sequence[tuple[int, Row]]) -> list[Round]:
         rounds = []
@@ -394,16 +372,16 @@ class RetrievalController(StepExtension):
         assert not rules.softcap, "retrievers refuse models that cap logits"
         scale = self._scale_of_stored_keys(layer)
         value_scale = self._heap.read_scales(layer)[1]
-        for each in self._prompt_rows:
-            own = each.queries
+        for row in self._prompt_rows:
+            own = row.queries
             resident = resident_tokens(
                 self._heap,
                 kv,
-                pages.unflatten(0, (-1, self._heap.num_kv_heads))[each.index],
-                int(lengths[each.index * self._heap.num_kv_heads]),
-                self._hot_slots.hot_places(layer, each.state.slot_index),
+                pages.unflatten(0, (-1, self._heap.num_kv_heads))[row.index],
+                int(lengths[row.index * self._heap.num_kv_heads]),
+                self._hot_slots.hot_places(layer, row.state.slot_index),
             )
-            flat[own] = each.attend(
+            flat[own] = row.attend(
                 layer,
                 queries[own],
                 resident,
@@ -411,21 +389,12 @@ class RetrievalController(StepExtension):
                 scale,
                 rules.sinks,
             ).mul_(value_scale)
-        elements = self._heap.as_elements(kv)
-        for each_round in self._rounds:
-            tokens = each_round.tokens
-            self._retrieve(each_round.batch, layer, queries)
-            asked = queries[tokens.queries]
-            if self._heap.fp8 is not None:
-                asked = asked.float()  # so that outputs are rounded once, when scaled
-            coarse = None
-            if self._means is not None and each_round.entries is not None:
-                coarse = self._means.attended(each_round.entries, layer)
-            tables = tokens.tables(pages, lengths)
-            attended = rules.with_sinks(
-                *attend_mixed(asked, elements, *tables, scale, coarse)
+        for each in self._rounds:
+            self._retrieve(each.batch, layer, queries)
+            attended = each.attend(
+                layer, queries, self._heap, kv, (pages, lengths), scale, rules
             )
-            flat[tokens.queries] = attended.mul_(value_scale).to(flat.dtype)
+            flat[each.tokens.queries] = attended.mul_(value_scale).to(flat.dtype)
 
     def before_layer(self, layer: int, queries: torch.Tensor) -> None:
         """Make the tokens resident that this step's queries select."""

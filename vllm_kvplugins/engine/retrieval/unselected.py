@@ -24,7 +24,7 @@ from vllm_kvplugins.spans.chunk_means import ChunkMeans
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Attended:
+class BatchEntries:
     """The entries of a batch; the same in all layers of a step.
 
     Attributes:
@@ -32,9 +32,14 @@ class Attended:
         hot: int64 [layers, requests], hot slots.
     """
 
+    means: UnselectedMeans
     runs: ChunkRuns
     slot_indices: torch.Tensor
     hot: torch.Tensor
+
+    def of_layer(self, layer: int) -> CoarseEntries:
+        """Entries of a layer, with biases for the tokens that are in hot slots now."""
+        return self.means.attended(self, layer)
 
 
 class UnselectedMeans:
@@ -53,6 +58,7 @@ class UnselectedMeans:
         self._arena = EntryArena(
             len(hot_slots.layers), heap.layout.head_dim, dtype, heap.pages.device
         )
+        self._last_runs: tuple[list[tuple[MeanRun, int]], ChunkRuns] | None = None
         self._logs = logarithms(means.chunk_tokens, hot_slots.token.device)
 
     def append(
@@ -125,27 +131,35 @@ class UnselectedMeans:
 
     # -- steps --------------------------------------------------------------------
 
-    def of(self, batch: Batch) -> Attended:
+    def of(self, batch: Batch) -> BatchEntries:
         """The entries of a batch."""
-        states, head = batch.states, torch.arange(self._heap.num_kv_heads)
-        runs = [state.means.first + head * state.means.room for state in states]
-        chunks = [self._means.num_chunks(state.tokens) for state in states]
-        layers = self._hot_slots.layers
+        states, layers = batch.states, self._hot_slots.layers
         hot = [[state.hot[layer] for state in states] for layer in layers]
         selects_on = self._hot_slots.token.device
-        return Attended(
-            ChunkRuns.of(
-                torch.stack(runs),
-                torch.tensor(chunks),
-                self._heap.pages.device,
-                selects_on,
-            ),
+        return BatchEntries(
+            self,
+            self._runs(states),
             slot_indices=moved(batch.slot_indices, selects_on),
             hot=moved(torch.tensor(hot), selects_on),
         )
 
-    def attended(self, entries: Attended, layer: int) -> CoarseEntries:
-        """Entries of a layer, with biases for the tokens that are in hot slots now."""
+    def _runs(self, states: Sequence[Offloaded]) -> ChunkRuns:
+        """The runs of these requests. Returns the same object while they have the same
+        entries, which is most steps."""
+        chunks = [self._means.num_chunks(state.tokens) for state in states]
+        key = [
+            (state.means, number) for state, number in zip(states, chunks, strict=True)
+        ]
+        if self._last_runs is None or self._last_runs[0] != key:
+            head = torch.arange(self._heap.num_kv_heads)
+            first = [state.means.first + head * state.means.room for state in states]
+            devices = self._heap.pages.device, self._hot_slots.token.device
+            runs = ChunkRuns.of(torch.stack(first), torch.tensor(chunks), *devices)
+            self._last_runs = key, runs
+        return self._last_runs[1]
+
+    def attended(self, entries: BatchEntries, layer: int) -> CoarseEntries:
+        """See :meth:`BatchEntries.of_layer`."""
         at, runs = layer - self._hot_slots.layers.start, entries.runs
         bias = self._arena.bias[at]
         if runs.num_chunks:
