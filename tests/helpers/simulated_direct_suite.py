@@ -27,6 +27,7 @@ from simulated_requests import (
 
 from vllm_kvplugins.engine.retrieval import offload_queue, pinned
 from vllm_kvplugins.engine.retrieval.controller import RetrievalController
+from vllm_kvplugins.engine.retrieval.fetching import Fetcher
 from vllm_kvplugins.engine.retrieval.host_tier import HostTier
 from vllm_kvplugins.engine.step_extension import Traffic
 from vllm_kvplugins.ops.device import AsyncHostCopy
@@ -47,9 +48,11 @@ POLICIES = [
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch) -> None:
     monkeypatch.setattr(pinned, "CHUNK_BYTES", CHUNK)
-    methods = ("_fetch_ahead", "forget", "detach")
     without_inference_mode(
-        monkeypatch, *((RetrievalController, name) for name in methods)
+        monkeypatch,
+        (Fetcher, "_fetched"),
+        (RetrievalController, "forget"),
+        (RetrievalController, "detach"),
     )
 
 
@@ -126,15 +129,15 @@ def test_what_is_chosen_for_the_next_step_is_not_this_steps(monkeypatch, name):
     """Results do not depend on the progress of the thread that prefetches."""
     (policy,) = (p for p in POLICIES if (p["name"], p["prefetch"]) == (name, "step"))
     results, traffic = lived(Life(policy, torch.device("cpu")))
-    fill = RetrievalController._fill_hot_slots
+    fill = Fetcher._fill_hot_slots
 
-    def late(self: RetrievalController, batch: Any, layer: int) -> torch.Tensor:
+    def late(self: Fetcher, batch: Any, layer: int) -> torch.Tensor:
         if threading.current_thread() is threading.main_thread():
             for _, _, future in self._pending:
                 future.result()
         return fill(self, batch, layer)
 
-    monkeypatch.setattr(RetrievalController, "_fill_hot_slots", late)
+    monkeypatch.setattr(Fetcher, "_fill_hot_slots", late)
     again, traffic_again = lived(Life(policy, torch.device("cpu")))
     same(results, again)
     assert traffic == traffic_again

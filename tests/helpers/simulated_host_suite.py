@@ -36,6 +36,7 @@ from simulated_requests import (
 from vllm_kvplugins.engine.entries import EntryArena
 from vllm_kvplugins.engine.retrieval import rounds
 from vllm_kvplugins.engine.retrieval.controller import RetrievalController
+from vllm_kvplugins.engine.retrieval.fetching import Fetcher
 from vllm_kvplugins.engine.spans import controller
 from vllm_kvplugins.engine.spans.controller import SpanController
 from vllm_kvplugins.engine.spans.zoom_arena import ZoomArena
@@ -92,9 +93,11 @@ def test_retrieval_on_a_gpu_is_that_on_a_cpu(
     monkeypatch, policy: dict[str, Any], fp8: bool
 ):
     """Fetched tokens and their slots; the host waits only for queries."""
-    methods = ("_fetch_ahead", "forget", "detach")
     without_inference_mode(
-        monkeypatch, *((RetrievalController, name) for name in methods)
+        monkeypatch,
+        (Fetcher, "_fetched"),
+        (RetrievalController, "forget"),
+        (RetrievalController, "detach"),
     )
     actual, fetched, late = {}, {}, []
     for device in (torch.device("cpu"), CUDA):
@@ -129,9 +132,11 @@ def test_whole_pages_on_a_gpu_are_those_on_a_cpu(
     if fp8 and more.get("host_dtype"):
         pytest.skip("refused: fp8 elements are not quantized again")
     monkeypatch.setattr(icecache, "_STORED_SEGMENT", 32)
-    methods = ("_fetch_ahead", "forget", "detach")
     without_inference_mode(
-        monkeypatch, *((RetrievalController, name) for name in methods)
+        monkeypatch,
+        (Fetcher, "_fetched"),
+        (RetrievalController, "forget"),
+        (RetrievalController, "detach"),
     )
     policy = configure("icecache", RETRIEVERS[0] | PAGES | more)
     contents, fetched = {}, {}
@@ -303,9 +308,11 @@ def test_means_on_a_gpu_are_those_on_a_cpu(monkeypatch, index: str, fp8: bool):
     """
     if index == "device":
         monkeypatch.setenv("KVP_OPS", "torch")
-    methods = ("_fetch_ahead", "forget", "detach")
     without_inference_mode(
-        monkeypatch, *((RetrievalController, name) for name in methods)
+        monkeypatch,
+        (Fetcher, "_fetched"),
+        (RetrievalController, "forget"),
+        (RetrievalController, "detach"),
     )
     monkeypatch.setattr(rounds, "attend_mixed", attended_elsewhere)
     monkeypatch.setattr(EntryArena, "_allocate", EntryArena._allocate.__wrapped__)

@@ -22,6 +22,7 @@ from simulated_requests import (
 
 from vllm_kvplugins.engine.retrieval import offload_queue, pinned
 from vllm_kvplugins.engine.retrieval.controller import RetrievalController
+from vllm_kvplugins.engine.retrieval.fetching import Fetcher
 from vllm_kvplugins.ops.device import AsyncHostCopy
 
 SETTINGS = {"name": "icecache", "budget": 12, "sinks": 2, "window": 8}
@@ -33,9 +34,11 @@ STEPS = 3 * ANSWER
 def _small_chunks(monkeypatch) -> None:
     monkeypatch.setenv("KVP_OPS", "torch")
     monkeypatch.setattr(pinned, "CHUNK_BYTES", 1 << 14)
-    methods = ("_fetch_ahead", "forget", "detach")
     without_inference_mode(
-        monkeypatch, *((RetrievalController, name) for name in methods)
+        monkeypatch,
+        (Fetcher, "_fetched"),
+        (RetrievalController, "forget"),
+        (RetrievalController, "detach"),
     )
 
 

@@ -120,15 +120,15 @@ class VerifyingEngine(RetrievingEngine):
             super()._check_attention(row, pages, lengths)
             return
         request, retrieval = self.requests[row.request_id], self.retrieval
-        retrieve, selected = retrieval._retrieve, []
+        retrieve, selected = retrieval.fetcher.retrieve, []
 
         def noting(batch: Any, layer: int, queries: torch.Tensor) -> None:
             retrieve(batch, layer, queries)
             selected.append(retrieval.hot_tokens(row.request_id, layer).clone())
 
-        retrieval._retrieve = noting
+        retrieval.fetcher.retrieve = noting
         attended = {layer: self._attended(layer) for layer in self._layers}
-        retrieval._retrieve = retrieve
+        retrieval.fetcher.retrieve = retrieve
         for number, hot in enumerate(selected):
             place, layer = number % row.new_tokens, SKIP + number // row.new_tokens
             self._check_token(request, row, layer, place, hot, attended[layer])

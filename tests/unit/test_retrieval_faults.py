@@ -10,7 +10,7 @@ import torch
 from fake_engine import LAYERS
 from retrieving_engine import SKIP, engine
 
-from vllm_kvplugins.engine.retrieval import controller as retrieval_module
+from vllm_kvplugins.engine.retrieval import fetching as fetching_module
 from vllm_kvplugins.index import ExactScan, KeyIndex, Keys
 from vllm_kvplugins.policies.exact_topk import ExactTopK
 from vllm_kvplugins.policies.quest import PageBounds, Quest
@@ -191,7 +191,7 @@ def test_what_is_being_fetched_is_not_freed(monkeypatch):
     """A request ends while its tokens are being copied; the copies finish first."""
     fake = engine("exact-topk", prefetch="step")
     arrived: list[int] = []
-    fill = retrieval_module.fill_hot
+    fill = fetching_module.fill_hot
 
     gate = threading.Event()
 
@@ -205,14 +205,14 @@ def test_what_is_being_fetched_is_not_freed(monkeypatch):
     for _ in range(8):
         fake.step({"a": 43, "b": 43})
     fake.retrieval._wait_for_pending()  # tokens that the previous step still fetches
-    monkeypatch.setattr(retrieval_module, "fill_hot", slow_fill)
+    monkeypatch.setattr(fetching_module, "fill_hot", slow_fill)
     fake.step({"a": 1, "b": 1})
     assert not arrived
     threading.Timer(0.05, gate.set).start()
     fake.runtime.finish(["a"])
     assert len(arrived) == LAYERS - SKIP
     fake.remove("a")
-    monkeypatch.setattr(retrieval_module, "fill_hot", fill)
+    monkeypatch.setattr(fetching_module, "fill_hot", fill)
     while not fake.requests["b"].done:
         fake.step({"b": 1})
     fake.remove("b")

@@ -105,7 +105,7 @@ def step_and_check(
 @pytest.mark.parametrize("name", RETRIEVERS)
 def test_the_log_agrees_with_torch_and_with_the_counters(name):
     fake = engine(name)
-    log = fake.retrieval.log = RetrievalLog(TOKEN_BYTES)
+    log = fake.retrieval.fetcher.log = RetrievalLog(TOKEN_BYTES)
     request = fake.add("r", 43, 20)
     fetches = 0
     while not request.done:
@@ -118,7 +118,7 @@ def test_the_log_agrees_with_torch_and_with_the_counters(name):
 def test_what_was_fetched_ahead_counts_for_the_step_it_is_for(prefetch):
     """The mass belongs to the queries that attend, not to those that selected."""
     fake = engine("exact-topk", prefetch=prefetch)
-    log = fake.retrieval.log = RetrievalLog(TOKEN_BYTES)
+    log = fake.retrieval.fetcher.log = RetrievalLog(TOKEN_BYTES)
     for name, prompt in (("a", 40), ("b", 33)):
         fake.add(name, prompt, 30)
     fetches: list[Fetch] = []
@@ -134,7 +134,7 @@ def test_what_was_fetched_ahead_counts_for_the_step_it_is_for(prefetch):
 
 def test_requests_are_kept_apart_and_recomputed_tokens_ask_together():
     fake = engine("exact-topk", reuse_every=2)
-    log = fake.retrieval.log = RetrievalLog(TOKEN_BYTES)
+    log = fake.retrieval.fetcher.log = RetrievalLog(TOKEN_BYTES)
     for name, prompt in (("a", 40), ("b", 33), ("c", 50)):
         fake.add(name, prompt, 25)
     fetches: list[Fetch] = []
@@ -183,7 +183,7 @@ def test_without_a_log_nothing_is_computed(monkeypatch):
 
     fake = engine("exact-topk")
     monkeypatch.setattr(log, "covered", never)
-    monkeypatch.setattr(type(fake.retrieval), "_log_fetches", never)
+    monkeypatch.setattr(type(fake.retrieval.fetcher), "_log_fetches", never)
     request = fake.add("r", 43, 8)
     while not request.done:
         fake.step({"r": 11})

@@ -162,7 +162,7 @@ def test_a_save_waits_for_fetches_pending(monkeypatch):
     request.keys, request.values = source.keys, source.values
     request.queries, request.visible = source.queries, source.visible
     retrieval = fake.retrieval
-    fetch, refresh = retrieval._fetch_ahead, retrieval.refresh_positions
+    fetch, refresh = retrieval.fetcher._fetched, retrieval.refresh_positions
 
     def late(*arguments):
         gate.wait(0.2)
@@ -171,15 +171,15 @@ def test_a_save_waits_for_fetches_pending(monkeypatch):
     def then_fetched(*arguments):
         refresh(*arguments)
         gate.set()
-        for *_, future in retrieval._pending:
+        for *_, future in retrieval.fetcher._pending:
             future.result()
 
     while request.generated < 14:
         fake.step({"r": 10})
-    monkeypatch.setattr(retrieval, "_fetch_ahead", late)
+    monkeypatch.setattr(retrieval.fetcher, "_fetched", late)
     fake.step({"r": 10})
     assert request.done
-    assert retrieval._pending
+    assert retrieval.fetcher._pending
     monkeypatch.setattr(retrieval, "refresh_positions", then_fetched)
     saved = fake.save("r")
     monkeypatch.undo()
@@ -197,7 +197,7 @@ def test_a_long_answer_is_searched_with_some_of_its_queries():
     """
     fake = engine("exact-topk", age_blocks=20)
     queries_seen = []
-    choose = fake.retrieval._select
+    choose = fake.retrieval.fetcher._select
 
     def noted(batch, layer, queries):
         queries_seen.append(queries.shape[2] // GROUP)
@@ -208,7 +208,7 @@ def test_a_long_answer_is_searched_with_some_of_its_queries():
         fake.step({"r": 40})
     fake.preempt("r")
     fake.step({"r": 40})
-    fake.retrieval._select = noted
+    fake.retrieval.fetcher._select = noted
     for new_tokens in (32, 33):
         before = request.computed
         fake.step({"r": new_tokens})

@@ -25,10 +25,7 @@ similar tokens are selected and copied instead of tokens (``stored_pages``).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
 
 import torch
 
@@ -38,15 +35,15 @@ from vllm_kvplugins.engine.recorded_run import Fetch
 from vllm_kvplugins.engine.requests import DueCompaction, PageList, Row
 from vllm_kvplugins.engine.retrieval.detached import DetachedStates
 from vllm_kvplugins.engine.retrieval.device_selector import DeviceSelector
+from vllm_kvplugins.engine.retrieval.fetching import FetchCounts, Fetcher
 from vllm_kvplugins.engine.retrieval.host_tier import tier_for
 from vllm_kvplugins.engine.retrieval.hot_slots import HotSlots
 from vllm_kvplugins.engine.retrieval.indexing import Indexer
-from vllm_kvplugins.engine.retrieval.log import RetrievalLog
 from vllm_kvplugins.engine.retrieval.offload_queue import (
     LeavingTokens,
     OffloadQueue,
 )
-from vllm_kvplugins.engine.retrieval.offloaded import Batch, Fetched, Offloaded
+from vllm_kvplugins.engine.retrieval.offloaded import Batch, Offloaded
 from vllm_kvplugins.engine.retrieval.prompt_rows import (
     PromptRow,
     prompt_rows,
@@ -56,10 +53,8 @@ from vllm_kvplugins.engine.retrieval.rounds import Round
 from vllm_kvplugins.engine.retrieval.stored_pages import StoredPages
 from vllm_kvplugins.engine.retrieval.unselected import UnselectedMeans
 from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
-from vllm_kvplugins.ops.device import AsyncHostCopy, SideStream, moved
-from vllm_kvplugins.ops.hot_set import fill_hot
+from vllm_kvplugins.ops.device import moved
 from vllm_kvplugins.ops.layout import PagedKV
-from vllm_kvplugins.ops.threads import Helper
 from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.policies.retrieval import Retriever
 from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
@@ -87,11 +82,9 @@ class RetrievalController(StepExtension):
         share: float = 1.0,
         rules: Sequence[LogitRules] = (),
     ) -> None:
-        self._traffic = Traffic()
-        self.log: RetrievalLog | None = None
         self._policy = policy
         self._heap = heap
-        self._scales, self._rules = scales, list(rules)
+        self._rules = list(rules)
         self.tier = tier_for(policy, heap, share)
         on_device = policy.device_selection is not None
         selects_on = heap.pages.device if on_device else torch.device("cpu")
@@ -106,13 +99,26 @@ class RetrievalController(StepExtension):
             layers, heap.num_kv_heads, selects_on, self._unit_tokens
         )
         self._device = self._new_device_selector()
-        self._indexer = Indexer(policy, self._count_failure)
+        self._counts = FetchCounts()
+        self._indexer = Indexer(policy, self._counts.add_failure)
         self._stored_pages = (
             StoredPages(self.tier, self._hot_slots, self._indexer) if pages else None
         )
         means = policy.chunk_means
         self._means = (
             UnselectedMeans(means, heap, self.tier, self._hot_slots) if means else None
+        )
+        self.fetcher = Fetcher(
+            policy,
+            heap,
+            scales,
+            self.tier,
+            self._hot_slots,
+            self._indexer,
+            self._counts,
+            self._device,
+            self._stored_pages,
+            self._unit_tokens,
         )
         self._offload_queue = OffloadQueue(
             heap, self.tier, self._hot_slots, self._indexer, self._device, self._means
@@ -127,14 +133,6 @@ class RetrievalController(StepExtension):
         self._rounds: list[Round] = []
         self._prompt_rows: list[PromptRow] = []
         self._attends_all_rows = False
-        # Fetches on another thread, for the next layer or the next step.
-        self._helper = Helper("kvp-fetch")
-        self._side_stream = SideStream(heap.pages.device)
-        self._pending: list[tuple[Batch, int, Future[Fetched]]] = []
-        # Not yet in the traffic. One sum per read is cheaper than one per layer.
-        self._copied: list[torch.Tensor] = []
-        # Sums on their way to the host.
-        self._sums: deque[AsyncHostCopy] = deque()
         # Requests whose compaction at the end of this step offloads tokens.
         self._leaving: list[LeavingTokens] = []
 
@@ -151,25 +149,12 @@ class RetrievalController(StepExtension):
 
     @property
     def traffic(self) -> Traffic:
-        """Counts since the last ``take_traffic``.
-
-        Where a GPU selects, tokens count as fetched when their number has arrived.
-        """
-        copied, self._copied = self._copied, []
-        if copied:
-            self._sums.append(AsyncHostCopy(torch.cat(copied).sum()))
-        while self._sums and (arrived := self._sums[0].poll()) is not None:
-            self._traffic.fetched += int(arrived)
-            self._sums.popleft()
-        return self._traffic
+        """Counts since the last ``take_traffic``."""
+        return self._counts.traffic
 
     def take_traffic(self) -> Traffic:
         """Return the counts and start again at zero."""
-        taken, self._traffic = self.traffic, Traffic()
-        return taken
-
-    def _count_failure(self) -> None:
-        self._traffic.failed += 1
+        return self._counts.take()
 
     # -- compactions --------------------------------------------------------------
 
@@ -302,8 +287,6 @@ class RetrievalController(StepExtension):
         own = len(attending) + len(reading)
         self._attends_all_rows = own == len(rows) > 0
         for (length, prefetched), batch in batches.items():
-            states = [self._requests[row.request_id] for row in batch]
-            slot_indices = tuple(state.slot_index for state in states)
             first = torch.tensor([row.first_query for row in batch])
             # In a long chunk only some queries select: more searches cost more than
             # they save.
@@ -311,17 +294,7 @@ class RetrievalController(StepExtension):
             selecting = torch.linspace(0, length - 1, count).long()
             query = (first[:, None] + selecting).flatten()
             query = moved(query, self._heap.pages.device)
-            self._batches.append(
-                self._begun(
-                    Batch(
-                        states,
-                        torch.tensor(slot_indices),
-                        slot_indices,
-                        query,
-                        prefetched,
-                    )
-                )
-            )
+            self._batches.append(self._new_batch(batch, query, prefetched))
         for state in self._requests.values():
             state.prefetched = False
 
@@ -329,14 +302,20 @@ class RetrievalController(StepExtension):
         rounds = []
         heads, device = self._heap.num_kv_heads, self._heap.pages.device
         for tokens, active in rounds_of(rows, heads, device):
-            states = [self._requests[row.request_id] for row in active]
-            indices = tuple(state.slot_index for state in states)
-            batch = Batch(states, torch.tensor(indices), indices, tokens.queries)
+            batch = self._new_batch(active, tokens.queries)
             entries = self._means.of(batch) if self._means is not None else None
-            rounds.append(Round(tokens, self._begun(batch), entries))
+            rounds.append(Round(tokens, batch, entries))
         return rounds
 
-    def _begun(self, batch: Batch) -> Batch:
+    def _new_batch(
+        self, rows: Sequence[Row], query: torch.Tensor, prefetched: bool = False
+    ) -> Batch:
+        request_ids = tuple(row.request_id for row in rows)
+        states = [self._requests[request_id] for request_id in request_ids]
+        slots = tuple(state.slot_index for state in states)
+        batch = Batch(
+            request_ids, states, torch.tensor(slots), slots, query, prefetched
+        )
         if self._device is not None:
             self._device.begin(batch)
         return batch
@@ -370,7 +349,7 @@ class RetrievalController(StepExtension):
         flat = output.view(-1, *queries.shape[1:])
         rules = self._rules[layer] if self._rules else PLAIN
         assert not rules.softcap, "retrievers refuse models that cap logits"
-        scale = self._scale_of_stored_keys(layer)
+        scale = self.fetcher.scale_of_stored_keys(layer)
         value_scale = self._heap.read_scales(layer)[1]
         for row in self._prompt_rows:
             own = row.queries
@@ -390,7 +369,7 @@ class RetrievalController(StepExtension):
                 rules.sinks,
             ).mul_(value_scale)
         for each in self._rounds:
-            self._retrieve(each.batch, layer, queries)
+            self.fetcher.retrieve(each.batch, layer, queries)
             attended = each.attend(
                 layer, queries, self._heap, kv, (pages, lengths), scale, rules
             )
@@ -400,40 +379,9 @@ class RetrievalController(StepExtension):
         """Make the tokens resident that this step's queries select."""
         for batch in self._batches:
             if layer in self._hot_slots:
-                self._retrieve(batch, layer, queries)
+                self.fetcher.retrieve(batch, layer, queries)
             if self._policy.prefetch == "layer" and layer + 1 in self._hot_slots:
-                batch.next_layer = self._submit_fetch(batch, layer + 1, queries)
-
-    def _retrieve(self, batch: Batch, layer: int, queries: torch.Tensor) -> None:
-        fetched = self._fetch(batch, layer, queries)
-        self._count_traffic(batch, layer, fetched)
-        if self.log is not None:
-            self._log_fetches(self.log, batch, layer, queries, fetched)
-
-    def _fetch(
-        self, batch: Batch, layer: int, queries: torch.Tensor
-    ) -> torch.Tensor | None:
-        """int64 [requests, ...]: tokens that had to be copied; None: counted before."""
-        if self._device is not None:
-            scale = self._scale_of_stored_keys(layer)
-            return self._device.retrieve(batch, layer, queries, scale)
-        if batch.prefetched:
-            return None  # counted when the previous step fetched them
-        started, batch.next_layer = batch.next_layer, None
-        if started is not None:
-            return started.result().join()
-        if self._policy.selects(layer):
-            on_host = batch.copy_queries(queries, self._heap.num_kv_heads)
-            self._select(batch, layer, on_host.wait())
-        return self._fill_hot_slots(batch, layer)
-
-    def _count_traffic(
-        self, batch: Batch, layer: int, fetched: torch.Tensor | None
-    ) -> None:
-        hot = sum(state.hot[layer] for state in batch.states)
-        self._traffic.selected += self._heap.num_kv_heads * hot
-        if fetched is not None:
-            self._copied.append(fetched.flatten())
+                self.fetcher.fetch_next(batch, layer + 1, queries)
 
     def after_layer(self, layer: int, queries: torch.Tensor) -> None:
         """Offload this layer's tokens before a compaction; without one, start to
@@ -459,111 +407,12 @@ class RetrievalController(StepExtension):
         if self._policy.prefetch != "step" or layer not in self._hot_slots:
             return
         for batch in self._batches:
-            next_batch = batch.for_next_step()
-            fetch = self._submit_fetch(next_batch, layer, queries)
-            self._pending.append((next_batch, layer, fetch))
-            for state in batch.states:
-                state.prefetched = True
-
-    def _submit_fetch(
-        self, batch: Batch, layer: int, queries: torch.Tensor
-    ) -> Future[Fetched]:
-        # a copy of the queries: the model may overwrite its own
-        on_host = batch.copy_queries(queries, self._heap.num_kv_heads)
-        return self._helper.submit(self._fetch_ahead, batch, layer, on_host)
+            self.fetcher.fetch_ahead(batch, layer, queries)
 
     def _wait_for_pending(self) -> None:
         """Wait for all offloads and for all fetches for a later step."""
         self._offload_queue.drain()
-        pending, self._pending = self._pending, []
-        for batch, layer, future in pending:
-            fetched = future.result().join()
-            self._copied.append(fetched)
-            if self.log is not None:
-                for row, name in enumerate(self._request_ids(batch)):
-                    self.log.add_ahead(name, layer, int(fetched[row]))
-
-    @torch.inference_mode()
-    def _fetch_ahead(self, batch: Batch, layer: int, on_host: AsyncHostCopy) -> Fetched:
-        """Select and fetch on the helper thread, while the model computes."""
-        queries = on_host.wait()
-        with self._side_stream.after(on_host.event):
-            if self._policy.selects(layer):
-                self._select(batch, layer, queries)
-            return Fetched(
-                self._fill_hot_slots(batch, layer), self._side_stream.event()
-            )
-
-    def _select(self, batch: Batch, layer: int, queries: torch.Tensor) -> None:
-        for state in batch.states:
-            self._complete_index(state, layer)
-            if self._stored_pages is not None:
-                self._stored_pages.arrange(state, layer)
-        count = max(state.hot[layer] for state in batch.states) // self._unit_tokens
-        keys = self.tier.keys(self._hot_slots.tables_of(layer, batch.slot_numbers))
-        layers = [state.layers[layer] for state in batch.states]
-        scale = self._scale_of_stored_keys(layer)
-        batch.selected = self._indexer.select(layers, queries, keys, scale, count)
-
-    def _complete_index(self, state: Offloaded, layer: int) -> None:
-        """Append host tokens that an index lacks since its session was continued."""
-        indexed = state.layers[layer]
-        if indexed.tokens < state.tokens:
-            missing = range(indexed.tokens, state.tokens)
-            order = state.orders.get(layer)
-            read = partial(self.tier.read_keys, state.table(layer), missing, order)
-            self._indexer.insert(indexed, missing, read)
-
-    def _scale_of_stored_keys(self, layer: int) -> float:
-        """The softmax scale for keys of the host tier, which have no scale of fp8."""
-        return self._scales[layer] * self._heap.read_scales(layer)[0]
-
-    def _fill_hot_slots(self, batch: Batch, layer: int) -> torch.Tensor:
-        """Returns int64 [requests]: tokens that had to be copied."""
-        assert batch.selected is not None, "the first layer that retrieves selects"
-        copied = fill_hot(
-            self._heap.kv,
-            self.tier.host_pages(self._hot_slots.tables_of(layer, batch.slot_numbers)),
-            batch.selected,
-            batch.slot_indices,
-            self._hot_slots.hot_set(layer),
-            whole_pages=self._stored_pages is not None,
-        )
-        return copied if self._unit_tokens == 1 else copied * self._unit_tokens
-
-    def _log_fetches(
-        self,
-        log: RetrievalLog,
-        batch: Batch,
-        layer: int,
-        queries: torch.Tensor,
-        fetched: torch.Tensor | None,
-    ) -> None:
-        """Log what this layer fetched. Scans all offloaded keys."""
-        heads = self._heap.num_kv_heads
-        on_host = batch.copy_queries(queries, heads).wait()
-        group = queries.shape[1] // heads
-        scale = self._scale_of_stored_keys(layer)
-        for row, name in enumerate(self._request_ids(batch)):
-            state = batch.states[row]
-            order = state.orders.get(layer)
-            keys = self.tier.read_keys(state.table(layer), range(state.tokens), order)
-            hot, copied = self._held_tokens(state, layer), None
-            if fetched is not None:
-                copied = int(fetched[row].sum())
-            log.add(name, layer, on_host[row], group, keys, hot, scale, copied)
-
-    def _held_tokens(self, state: Offloaded, layer: int) -> torch.Tensor:
-        """int64 [num_kv_heads, count], on the host: see ``hot_tokens``."""
-        hot = self._hot_slots.hot_units(layer, state.slot_index)
-        if self._stored_pages is None:
-            return hot.cpu()
-        return self._stored_pages.tokens_in(state, layer, hot)
-
-    def _request_ids(self, batch: Batch) -> list[str]:
-        """Ids of a batch's requests."""
-        names = {state.slot_index: name for name, state in self._requests.items()}
-        return [names[slot_index] for slot_index in batch.slot_numbers]
+        self.fetcher.wait()
 
     # -- ended requests -----------------------------------------------------------
 
@@ -678,13 +527,12 @@ class RetrievalController(StepExtension):
 
     def start_log(self) -> bool:
         """Log every fetch from now on."""
-        dim, dtype = self._heap.layout.head_dim, self._heap.pages.dtype
-        self.log = RetrievalLog(2 * dim * dtype.itemsize)
+        self.fetcher.start_log()
         return True
 
     def take_log(self) -> list[Fetch]:
         """Fetches since the last call; empty unless logging is on."""
-        return self.log.take() if self.log is not None else []
+        return self.fetcher.log.take() if self.fetcher.log is not None else []
 
     def hot_tokens(self, request_id: str, layer: int) -> torch.Tensor:
         """int64 [num_kv_heads, count]: indices of the host tokens in hot slots.
@@ -693,7 +541,7 @@ class RetrievalController(StepExtension):
         """
         state = self._requests[request_id]
         if self._stored_pages is not None:
-            return self._held_tokens(state, layer)
+            return self.fetcher.held_tokens(state, layer)
         return self._hot_slots.hot_units(layer, state.slot_index)
 
     @property

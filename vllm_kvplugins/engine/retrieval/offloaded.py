@@ -94,6 +94,7 @@ class Batch:
     """Requests of a step with the same number of new tokens.
 
     Attributes:
+        request_ids: their ids, in the order of ``states``.
         slot_indices: int64 [requests], on the host.
         slot_numbers: the same as Python ints.
         query: int64 [requests * selecting queries], rows of the step's queries, on
@@ -105,6 +106,7 @@ class Batch:
         on_device: set if the device selects.
     """
 
+    request_ids: tuple[str, ...]
     states: list[Offloaded]
     slot_indices: torch.Tensor
     slot_numbers: tuple[int, ...]
@@ -120,7 +122,11 @@ class Batch:
         next step must not replace this step's."""
         if self.next_step is None:
             self.next_step = Batch(
-                self.states, self.slot_indices, self.slot_numbers, self.query
+                self.request_ids,
+                self.states,
+                self.slot_indices,
+                self.slot_numbers,
+                self.query,
             )
         return self.next_step
 
