@@ -90,14 +90,10 @@ class RetrievalController(StepExtension):
         selects_on = heap.pages.device if on_device else torch.device("cpu")
         layers = range(policy.skip_layers, heap.num_layers)
         pages = policy.page_selection
-        self._unit_tokens = 1 if pages is None else pages.page_tokens
+        unit_tokens = 1 if pages is None else pages.page_tokens
         # A slot that is in no page would keep a token that a page brings, too.
-        assert heap.layout.block_size % self._unit_tokens == 0, (
-            "kernels need 16 or more"
-        )
-        self._hot_slots = HotSlots(
-            layers, heap.num_kv_heads, selects_on, self._unit_tokens
-        )
+        assert heap.layout.block_size % unit_tokens == 0, "kernels need 16 or more"
+        self._hot_slots = HotSlots(layers, heap.num_kv_heads, selects_on, unit_tokens)
         self._device = self._new_device_selector()
         self._counts = FetchCounts()
         self._indexer = Indexer(policy, self._counts.add_failure)
@@ -118,7 +114,6 @@ class RetrievalController(StepExtension):
             self._counts,
             self._device,
             self._stored_pages,
-            self._unit_tokens,
         )
         self._offload_queue = OffloadQueue(
             heap, self.tier, self._hot_slots, self._indexer, self._device, self._means
@@ -229,7 +224,7 @@ class RetrievalController(StepExtension):
             held, place = self._stored_pages.whole_pages(state, held, place, used)
         self._hot_slots.replace(
             state.slot_index,
-            counts // self._unit_tokens,
+            counts // self._hot_slots.unit_tokens,
             page=by_layer(pages[self._rows].cpu().gather(1, place // size)),
             slot=by_layer(place % size),
             place=by_layer(place),

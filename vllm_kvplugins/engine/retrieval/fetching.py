@@ -81,7 +81,6 @@ class Fetcher:
         scales: softmax scale per layer.
         device: selects instead of the host; None: the host selects.
         stored_pages: set if whole pages are fetched instead of tokens.
-        unit_tokens: tokens that are selected and copied together.
 
     Attributes:
         log: collects every fetch; None: they are not logged.
@@ -98,7 +97,6 @@ class Fetcher:
         counts: FetchCounts,
         device: DeviceSelector | None,
         stored_pages: StoredPages | None,
-        unit_tokens: int,
     ) -> None:
         self.log: RetrievalLog | None = None
         self._policy = policy
@@ -110,7 +108,6 @@ class Fetcher:
         self._counts = counts
         self._device = device
         self._stored_pages = stored_pages
-        self._unit_tokens = unit_tokens
         self._helper = Helper("kvp-fetch")
         self._side_stream = SideStream(heap.pages.device)
         self._pending: list[tuple[Batch, int, Future[Fetched]]] = []
@@ -153,7 +150,8 @@ class Fetcher:
             self._complete_index(state, layer)
             if self._stored_pages is not None:
                 self._stored_pages.arrange(state, layer)
-        count = max(state.hot[layer] for state in batch.states) // self._unit_tokens
+        slots = max(state.hot[layer] for state in batch.states)
+        count = slots // self._hot_slots.unit_tokens
         keys = self._tier.keys(self._hot_slots.tables_of(layer, batch.slot_numbers))
         layers = [state.layers[layer] for state in batch.states]
         scale = self.scale_of_stored_keys(layer)
@@ -180,7 +178,8 @@ class Fetcher:
             self._hot_slots.hot_set(layer),
             whole_pages=self._stored_pages is not None,
         )
-        return copied if self._unit_tokens == 1 else copied * self._unit_tokens
+        unit = self._hot_slots.unit_tokens
+        return copied if unit == 1 else copied * unit
 
     def scale_of_stored_keys(self, layer: int) -> float:
         """The softmax scale for keys of the host tier, which have no scale of fp8."""

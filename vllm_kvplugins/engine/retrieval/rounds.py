@@ -25,6 +25,7 @@ class Round:
     """The n-th new tokens of these rows.
 
     Attributes:
+        tokens: these tokens, with their rows of queries and page lists.
         batch: their requests, to select for.
         entries: means of the tokens that they do not select; None: there are none.
     """

@@ -28,6 +28,7 @@ class BatchEntries:
     """The entries of a batch; the same in all layers of a step.
 
     Attributes:
+        means: what computes their biases.
         slot_indices: int64 [requests], rows of hot slots.
         hot: int64 [layers, requests], hot slots.
     """
