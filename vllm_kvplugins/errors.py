@@ -84,7 +84,7 @@ CODES: dict[str, str] = {
     "KVP111": "the base of a wrapper policy (flowkv, epicache) is not a compressor",
     "KVP112": "base_config contains a setting that the wrapper policy sets itself",
     "KVP113": "base_config is not valid for the base policy",
-    "KVP114": "a sensitivity profile cannot be read or is not valid",
+    "KVP114": "a profile of layers or heads cannot be read or is not valid",
     "KVP115": "a file with page weights cannot be read or is not valid",
     "KVP116": "a setting or a file of the policy does not fit the model",
     "KVP117": "a cached sensitivity profile is damaged or belongs to another model; "

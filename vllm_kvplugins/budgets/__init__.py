@@ -16,6 +16,7 @@ from vllm_kvplugins.budgets.allocators import (
 )
 from vllm_kvplugins.budgets.amounts import Budget, parse_bytes
 from vllm_kvplugins.budgets.base import PageAllocator
+from vllm_kvplugins.budgets.head_split import HeadSplit
 from vllm_kvplugins.budgets.registry import ALLOCATORS, parse_allocator
 from vllm_kvplugins.budgets.rounding import round_to_pages
 from vllm_kvplugins.budgets.sensitivity import Sensitivity
@@ -26,6 +27,7 @@ __all__ = [
     "CrossLayer",
     "FileWeights",
     "HeadAdaptive",
+    "HeadSplit",
     "PageAllocator",
     "Pyramid",
     "Sensitivity",

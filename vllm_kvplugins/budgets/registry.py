@@ -12,11 +12,20 @@ from vllm_kvplugins.budgets.allocators import (
     Uniform,
 )
 from vllm_kvplugins.budgets.base import PageAllocator
+from vllm_kvplugins.budgets.head_split import HeadSplit
 from vllm_kvplugins.budgets.sensitivity import Sensitivity
 
 ALLOCATORS: dict[str, type[PageAllocator]] = {
     cls.name: cls
-    for cls in (Uniform, Pyramid, HeadAdaptive, CrossLayer, FileWeights, Sensitivity)
+    for cls in (
+        Uniform,
+        Pyramid,
+        HeadAdaptive,
+        CrossLayer,
+        FileWeights,
+        HeadSplit,
+        Sensitivity,
+    )
 }
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from importlib import resources
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from vllm_kvplugins.calibration_job import replace_text
-from vllm_kvplugins.errors import KVPolicyError, coded
+from vllm_kvplugins.budgets.profile_files import read_as, write_as_json
 from vllm_kvplugins.model_config import ModelFingerprint
 
 _REMEDY = "make one with `kvplugins research calibrate MODEL -o profile.json`"
@@ -104,11 +102,7 @@ def write_profile(profile: SensitivityProfile, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    text = json.dumps(profile.model_dump(mode="json"), indent=1) + "\n"
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")  # a device or a pipe
-    else:
-        replace_text(path, text)
+    write_as_json(profile, path)
 
 
 def read_profile(path: Path) -> SensitivityProfile:
@@ -117,30 +111,7 @@ def read_profile(path: Path) -> SensitivityProfile:
     Raises:
         KVPolicyError: the file cannot be read or is not a profile of this version.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise KVPolicyError(
-            _invalid(f"cannot read the sensitivity profile {path}: {error.strerror}")
-        ) from error
-    except ValueError as error:
-        raise KVPolicyError(
-            _invalid(f"{path} is not a sensitivity profile ({error})")
-        ) from error
-    try:
-        return SensitivityProfile.model_validate(content)
-    except ValidationError as error:
-        details = "; ".join(
-            ": ".join([".".join(map(str, item["loc"])), item["msg"]]).removeprefix(": ")
-            for item in error.errors()
-        )
-        raise KVPolicyError(
-            _invalid(f"{path} is not a valid sensitivity profile ({details})")
-        ) from error
-
-
-def _invalid(reason: str) -> str:
-    return coded("KVP114", f"{reason}; {_REMEDY}")
+    return read_as(SensitivityProfile, path, "sensitivity profile", _REMEDY)
 
 
 def shipped_profiles() -> list[Path]:

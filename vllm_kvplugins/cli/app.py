@@ -17,6 +17,7 @@ from vllm_kvplugins.cli import (
     listing,
     model,
     plot,
+    rank_heads,
     recommend,
     record,
     sessions,
@@ -80,6 +81,7 @@ for _name, _command in _RESEARCH_COMMANDS.items():
     research.command(_name)(_command)
     # The old name, for one version.
     app.command(_name, hidden=True, deprecated=True)(_command)
+research.command("rank-heads")(rank_heads.rank_heads)
 research.add_typer(plot.plots)
 app.add_typer(plot.plots, hidden=True, deprecated=True)
 app.add_typer(research, rich_help_panel=_RESEARCH)

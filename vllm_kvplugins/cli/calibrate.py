@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
+from vllm_kvplugins.cli import documents
 from vllm_kvplugins.cli.console import out, user_errors
-from vllm_kvplugins.cli.inputs import Model, check_targets, load_tokenizer, read_text
+from vllm_kvplugins.cli.inputs import Model, check_targets, load_tokenizer
 from vllm_kvplugins.errors import KVPolicyError, coded, refuse
 
 if TYPE_CHECKING:
@@ -26,8 +22,6 @@ if TYPE_CHECKING:
         SensitivityProfile,
     )
     from vllm_kvplugins.model_config import ConfigOnlyModel
-
-OWN_TEXT = "harrow-bend.txt"
 
 
 def calibrate(
@@ -69,8 +63,8 @@ def calibrate(
     with user_errors():
         _check_target(out_path)
         settings = _settings(budget, sinks, dtype)
-        config = _checked_config(model, dtype)
-        texts = _texts(document or [])
+        config = documents.check_model(model, dtype)
+        texts = documents.read(document or [])
         profile = _measure(model, config, texts, settings, max_tokens)
         path = _write(profile, model, out_path)
     _print_summary(profile, path)
@@ -112,38 +106,6 @@ def _settings(budget: int, sinks: int, dtype: str) -> MeasureSettings:
         raise KVPolicyError(coded("KVP603", reason)) from error
 
 
-def _checked_config(model: str, dtype: str) -> ConfigOnlyModel:
-    """Refuse models that no policy supports, before their weights are loaded."""
-    from vllm_kvplugins.model_config import read_model_config
-    from vllm_kvplugins.vllm_adapter.config import validation
-
-    config = read_model_config(model, dtype)
-    refuse(f"{model} cannot be calibrated", validation.calibration_problems(config))
-    return config
-
-
-def _texts(documents: list[Path]) -> dict[str, str]:
-    """Texts by file name; the text of this package if the user gives none."""
-    if not documents:
-        own = resources.files("vllm_kvplugins.training") / OWN_TEXT
-        return {OWN_TEXT: own.read_text(encoding="utf-8")}
-    texts = {path.name: read_text(path, "document", "--document") for path in documents}
-    if len(texts) < len(documents):
-        raise KVPolicyError(
-            coded(
-                "KVP641",
-                f"two documents have the same file name ({_repeated(documents)}); "
-                "rename one",
-            )
-        )
-    return texts
-
-
-def _repeated(documents: list[Path]) -> str:
-    names = [path.name for path in documents]
-    return next(name for name in names if names.count(name) > 1)
-
-
 def _measure(
     model: str,
     config: ConfigOnlyModel,
@@ -165,8 +127,8 @@ def _measure(
     tokens = _tokens(tokenizer, texts, min(max_tokens, positions), settings.budget)
     loaded = load_model(model, settings.dtype)
     fingerprint = ConfigOnlyModel(model, "", loaded.config.to_dict()).fingerprint()
-    with _progress(len(tokens) * fingerprint.num_layers) as progress:
-        documents = [
+    with documents.progress(len(tokens) * fingerprint.num_layers) as progress:
+        measured = [
             _measure_one(loaded, name, texts[name], ids, settings, progress)
             for name, ids in tokens.items()
         ]
@@ -175,8 +137,8 @@ def _measure(
         model=model_name(model),
         fingerprint=fingerprint,
         settings=settings,
-        documents=tuple(documents),
-        sensitivity=mean_sensitivity(documents),
+        documents=tuple(measured),
+        sensitivity=mean_sensitivity(measured),
     )
 
 
@@ -224,24 +186,6 @@ def _measure_one(
         sha256=hashlib.sha256(text.encode()).hexdigest(),
         sensitivity=tuple(layer_sensitivity(loaded, ids, settings, layer_done)),
     )
-
-
-@contextmanager
-def _progress(steps: int) -> Iterator[Any]:
-    """Show a progress bar; yield a function that counts a step and describes it."""
-    console = Console(stderr=True, highlight=False)
-    columns = (
-        *Progress.get_default_columns(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("first layer", total=steps)
-
-        def step(description: str) -> None:
-            progress.update(task, advance=1, description=escape(description))
-
-        yield step
 
 
 def _write(profile: SensitivityProfile, model: str, path: Path | None) -> Path:

@@ -37,6 +37,7 @@ _POLICIES: dict[str, str] = {
     "criticalkv": "vllm_kvplugins.policies.criticalkv:CriticalKV",
     "r-kv": "vllm_kvplugins.policies.r_kv:RKV",
     "triattention": "vllm_kvplugins.policies.triattention:TriAttention",
+    "duo-attention": "vllm_kvplugins.policies.duo_attention:DuoAttention",
     "exact-topk": "vllm_kvplugins.policies.exact_topk:ExactTopK",
     "quest": "vllm_kvplugins.policies.quest:Quest",
     "arkvale": "vllm_kvplugins.policies.arkvale:ArkVale",
