@@ -44,8 +44,32 @@ def comparison(model: Model, reference: str) -> str:
         base = next((cell for cell in own if cell["label"] == reference), None)
         if base is not None:
             lines += [f"At {percent(share)}, against `{reference}`:", ""]
-            lines += [*_table(model, own, base), ""]
+            lines += [*_table(model, own, base), "", _shows(model, base), ""]
     return "\n".join(lines)
+
+
+def _shows(model: Model, base: Cell) -> str:
+    """The smallest difference that the sign test can show, per task.
+
+    p is below 0.05 from ``MIN_CONTEXTS`` contexts on that differ in one direction.
+    """
+    contexts = {
+        task: len({group for _, group in model["samples"][task]})
+        for task in (*TITLES, KL)
+        if task in base
+    }
+    tested = [
+        f"{TITLES.get(task, 'KL')} {MIN_CONTEXTS} of {count} contexts "
+        f"({100 * MIN_CONTEXTS / count:.0f} points)"
+        for task, count in contexts.items()
+        if count >= MIN_CONTEXTS
+    ]
+    if not tested:
+        return "Too few contexts for a test."
+    return (
+        "Smallest difference that can show, if no context differs the other way: "
+        f"{', '.join(tested)}."
+    )
 
 
 def _table(model: Model, cells: Sequence[Cell], base: Cell) -> Iterator[str]:

@@ -436,6 +436,7 @@ def test_settings_are_compared_with_one_of_them_on_the_same_samples():
     model = model_of(*cells, cell("stock", GOOD, share=None))
     model["samples"]["kl"] = model["samples"]["passkey"]
     title, *lines = [x for x in comparison(model, "protokv").splitlines() if x]
+    assert "pass keys 6 of 20 contexts (30 points), KL 6 of 20" in lines.pop()
     assert title == "At 10 %, against `protokv`:"
     rows = [[part.strip() for part in line.split("|")[1:-1]] for line in lines]
     head, _, base, other = rows
@@ -448,7 +449,9 @@ def test_settings_are_compared_with_one_of_them_on_the_same_samples():
 
 def test_few_contexts_are_not_tested():
     model = model_of(cell("a", BAD), cell("b", GOOD), contexts=5)
-    assert "| 18 of 20 | – |" in comparison(model, "a")
+    table = comparison(model, "a")
+    assert "| 18 of 20 | – |" in table
+    assert "Too few contexts for a test." in table
 
 
 def test_an_unknown_reference_is_named_with_those_that_exist():
