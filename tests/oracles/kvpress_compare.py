@@ -1,16 +1,20 @@
 """Compares the tokens that our policies keep with kvpress. A manual check in two steps.
 
     python tests/oracles/kvpress_compare.py record MODEL FOLDER [--text FILE]
-    python tests/oracles/kvpress_compare.py compare FOLDER
+    python tests/oracles/kvpress_compare.py compare FOLDER...
 
 ``record`` needs kvpress (tested: 0.5.5 with transformers 5.2). It runs the model once
 per prompt in float32 on the CPU and records, inside the attention layer's hook, what
-every press would keep. ``compare`` needs only this package: it gives our policies the
-recorded keys and queries and compares the kept positions.
+every press would keep. ``compare`` needs this package and the model's tokenizer: it
+gives our policies the recorded keys and queries and compares the kept positions.
 
 A press returns keys and values without their positions. So its ``values`` argument is
 replaced by the positions. For a press that reads values or attention, its ``score`` is
 called instead, and the best tokens are selected as in ``ScorerPress.compress``.
+
+KVzip runs the model again. Its press gets the cache of the prompt, as its context
+manager would give it for a model without a chat template, and this records the keys and
+queries of what it repeats.
 """
 
 from __future__ import annotations
@@ -40,6 +44,10 @@ QUERIES_AT_ONCE = 256
 FUTURE = 512
 SEEN = "observed attention"  # reads the sums; others would take them for weights
 BY_SCORE = ("criticalkv", "lagkv", "expected-attention", SEEN)
+# Between the request to repeat and the repeated tokens: what kvpress writes for a model
+# without a chat template, and what our policy writes.
+NEWLINE, NOTHING = "\n", ""
+KVZIP, KVZIP_LAYERWISE = "kvzip", "kvzip layerwise"
 
 
 # -- step one: kvpress ----------------------------------------------------------
@@ -124,11 +132,85 @@ def attention_sums(
     return total
 
 
+def rotated_queries(module: Any, kwargs: Any) -> torch.Tensor:
+    """[num_q_heads, tokens, head_dim], after RoPE."""
+    from transformers.models.llama.modeling_llama import rotate_half
+
+    cos, sin = (part[:, None] for part in kwargs["position_embeddings"])
+    raw = module.q_proj(kwargs["hidden_states"]).unflatten(-1, (-1, module.head_dim))
+    raw = getattr(module, "q_norm", lambda x: x)(raw).transpose(1, 2)
+    return (raw * cos + rotate_half(raw) * sin)[0]
+
+
+def record_repetition(
+    model: Any, tokenizer: Any, cache: Any, tokens: list[int], budget: int, suffix: str
+) -> dict[str, Any]:
+    """The probes of KVzipPress and what it keeps, over all layers and by layer.
+
+    Args:
+        cache: holds ``tokens``, and holds them again afterwards.
+        suffix: see ``NEWLINE``.
+    """
+    import kvpress
+
+    # A little below the exact ratio: this press truncates the tokens that it drops.
+    press = kvpress.KVzipPress(1 - (budget - 0.001) / len(tokens))
+    press._context_ids, press._cache = torch.tensor([tokens]), cache
+    encoded = tokenizer.encode(suffix, add_special_tokens=False)
+    press._suffix_ids = torch.tensor([encoded], dtype=torch.int64)
+    modules = [layer.self_attn for layer in model.model.layers]
+    probes: list[dict[str, Any]] = []
+
+    def start_probe(_: Any, __: Any, kwargs: Any) -> None:
+        probes.append(
+            {
+                "token_ids": kwargs["input_ids"][0].tolist(),
+                "about": (press.start_idx, press.end_idx),
+                "queries": [],
+                "keys": [],
+            }
+        )
+
+    def hook(module: Any, _: Any, kwargs: Any, output: Any) -> None:
+        # runs before the press's own hook, which removes these keys again
+        keys = cache.layers[module.layer_idx].keys[0, :, len(tokens) :]
+        probes[-1]["keys"].append(keys.clone())
+        probes[-1]["queries"].append(rotated_queries(module, kwargs))
+
+    hooks = [model.model.register_forward_pre_hook(start_probe, with_kwargs=True)]
+    for module in modules:
+        module.masked_key_indices = None
+        hooks.append(module.register_forward_hook(hook, with_kwargs=True))
+    try:
+        press._perform_kvzip_compression(model, tokenizer)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    kept = {KVZIP: take_masks(modules, cache)}
+    press.layerwise = True
+    press.compress_post(model)
+    kept[KVZIP_LAYERWISE] = take_masks(modules, cache)
+    return {"probes": probes, "kept": kept}
+
+
+def take_masks(modules: list[Any], cache: Any) -> list[torch.Tensor]:
+    """Per layer, bool [num_kv_heads, num_slots] of what is not masked; unmasks it."""
+    kept = []
+    for module in modules:
+        keep = torch.ones(cache.layers[module.layer_idx].keys.shape[1:3]).bool()
+        _, heads, slots = module.masked_key_indices
+        keep[heads, slots] = False
+        module.masked_key_indices = None
+        kept.append(keep)
+    return kept
+
+
 @torch.no_grad()
-def record_prompt(model: Any, tokens: list[int], budget: int) -> dict[str, Any]:
+def record_prompt(
+    model: Any, tokenizer: Any, tokens: list[int], budget: int
+) -> dict[str, Any]:
     """Keys, newest queries and every press's choice, layer by layer."""
     import kvpress
-    from transformers.models.llama.modeling_llama import rotate_half
 
     # Models with several RoPE bases want the kind of layer.
     takes_kind = "layer_type" in signature(model.model.rotary_emb.forward).parameters
@@ -143,10 +225,7 @@ def record_prompt(model: Any, tokens: list[int], budget: int) -> dict[str, Any]:
             return  # a policy leaves this layer to vLLM
         cache = kwargs["past_key_values"].layers[module.layer_idx]
         hidden = kwargs["hidden_states"]
-        cos, sin = (part[:, None] for part in kwargs["position_embeddings"])
-        raw = module.q_proj(hidden).unflatten(-1, (-1, module.head_dim))
-        raw = getattr(module, "q_norm", lambda x: x)(raw).transpose(1, 2)
-        queries = (raw * cos + rotate_half(raw) * sin)[0]
+        queries = rotated_queries(module, kwargs)
         # the press sums over the queries, which are all in one row here
         sums = attention_sums(queries, cache.keys[0], module.scaling)[None, :, None]
         kept = {
@@ -173,10 +252,20 @@ def record_prompt(model: Any, tokens: list[int], budget: int) -> dict[str, Any]:
         layer.self_attn.rotary_emb = model.model.rotary_emb
         hooks.append(layer.self_attn.register_forward_hook(hook, with_kwargs=True))
     try:
-        model.model(torch.tensor([tokens]), use_cache=True)
+        output = model.model(torch.tensor([tokens]), use_cache=True)
     finally:
         for handle in hooks:
             handle.remove()
+    repeated: dict[str, Any] = {}
+    if not takes_kind:  # KVzipPress refuses these models
+        for suffix in (NEWLINE, NOTHING):
+            cache = output.past_key_values
+            found = record_repetition(model, tokenizer, cache, tokens, budget, suffix)
+            repeated[suffix] = found["probes"]
+            if suffix == NEWLINE:
+                for name, kept in found["kept"].items():
+                    for layer, keep in zip(layers, kept, strict=True):
+                        layer["kept"][name] = keep
     version = getattr(kvpress, "__version__", "unknown")
     positions = torch.arange(len(tokens) + FUTURE)[None]
     kind = ["full_attention"] if takes_kind else []
@@ -184,6 +273,9 @@ def record_prompt(model: Any, tokens: list[int], budget: int) -> dict[str, Any]:
     half = rotary[0].shape[-1] // 2
     return {
         "layers": layers,
+        "repeated": repeated,
+        "tokens": tokens,
+        "tokenizer": tokenizer.name_or_path,
         "budget": budget,
         "kvpress": version,
         "rotary": [part[0, :, :half] for part in rotary],
@@ -194,7 +286,6 @@ def record(model_path: str, folder: Path, text_path: Path | None) -> None:
     from texts import english_tokens
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.set_num_threads(2)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     folder.mkdir(parents=True, exist_ok=True)
@@ -205,7 +296,8 @@ def record(model_path: str, folder: Path, text_path: Path | None) -> None:
             tokens = tokenizer.encode(text_path.read_text())[:length]
         if len(tokens) < length:
             raise ValueError(f"{text_path} has {len(tokens)} tokens, not {length}")
-        torch.save(record_prompt(model.eval(), tokens, budget), folder / f"{length}.pt")
+        recorded = record_prompt(model.eval(), tokenizer, tokens, budget)
+        torch.save(recorded, folder / f"{length}.pt")
         print(f"recorded {length} tokens, budget {budget}")
 
 
@@ -218,6 +310,7 @@ class Comparison:
 
     Attributes:
         adapt: changes our scores first, to show that nothing else differs.
+        suffix: which repetition a probing policy sees, ``NOTHING`` being its own.
     """
 
     name: str
@@ -225,6 +318,7 @@ class Comparison:
     policy: Any
     allocator: Any
     adapt: Callable[[torch.Tensor], torch.Tensor] = lambda scores: scores
+    suffix: str = NOTHING
 
 
 def make_comparisons() -> list[Comparison]:
@@ -254,6 +348,9 @@ def make_comparisons() -> list[Comparison]:
     pyramidkv = policy("pyramidkv", window=WINDOW)
     pyramid = parse_allocator({"name": "pyramid", "beta": PYRAMID_BETA})
     h2o = policy("h2o", recent=0)
+    kvzip, no_recent = policy("kvzip"), policy("kvzip", recent=0)
+    ranked = parse_allocator({"name": "cross-layer", "safeguard": 0.0})
+    alike = "newline, recent 0, safeguard 0"
     name = f"pyramidkv, beta {PYRAMID_BETA}"
     return [
         *(Comparison(name, name, one, uniform) for name, one in plain.items()),
@@ -266,6 +363,16 @@ def make_comparisons() -> list[Comparison]:
         *(
             Comparison(f"adakv, safeguard {x:g}", f"adakv safeguard={x:g}", snapkv, a)
             for x, a in ((0, adaptive(0.0)), (0.2, adaptive(0.2)))
+        ),
+        Comparison("kvzip", KVZIP, kvzip, kvzip.allocator),
+        *(
+            Comparison(f"{press}, {changed}", press, changed_policy, a, suffix=NEWLINE)
+            for press, changed, changed_policy, a in (
+                (KVZIP, "newline", kvzip, kvzip.allocator),
+                (KVZIP, "newline, recent 0", no_recent, kvzip.allocator),
+                (KVZIP, alike, no_recent, ranked),
+                (KVZIP_LAYERWISE, alike, no_recent, adaptive(0.0)),
+            )
         ),
     ]
 
@@ -286,13 +393,50 @@ def our_keeps(recorded: dict[str, Any], ours: Comparison, average: int) -> torch
     from vllm_kvplugins.scoring.selection import keep_top
 
     layers = range(len(recorded["layers"]))
-    scores = torch.stack([our_scores(recorded, i, ours.policy) for i in layers])
+    probes = our_probes(recorded, ours)
+    scores = torch.stack([our_scores(recorded, i, ours.policy, probes) for i in layers])
     scores = ours.adapt(scores)
     available = torch.full(scores.shape[:2], scores.shape[2])
     return keep_top(scores, ours.allocator.allocate(scores, average, 1, available))
 
 
-def our_scores(recorded: dict[str, Any], index: int, policy: Any) -> torch.Tensor:
+def our_probes(
+    recorded: dict[str, Any], ours: Comparison
+) -> list[tuple[Any, dict[str, Any]]]:
+    """Probes of the policy, with their recorded keys and queries.
+
+    Raises:
+        ValueError: the policy would run other tokens than the recorded ones.
+    """
+    from transformers import AutoTokenizer
+
+    from vllm_kvplugins.policies.capabilities import Probe, ProbeOccasion
+
+    if ours.policy.probing is None:
+        return []
+    runs = recorded["repeated"][ours.suffix]
+    probes = [Probe(run["token_ids"], range(*run["about"])) for run in runs]
+    if ours.suffix == NOTHING:
+        tokenizer = AutoTokenizer.from_pretrained(recorded["tokenizer"])
+        tokens = recorded["tokens"]
+        occasion = ProbeOccasion(
+            prompt=tokens,
+            since=0,
+            tokens=len(tokens),
+            room=sys.maxsize,
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        )
+        if ours.policy.probing.probes(occasion) != probes:
+            raise ValueError(f"{ours.name}: the policy repeats other tokens")
+    return list(zip(probes, runs, strict=True))
+
+
+def our_scores(
+    recorded: dict[str, Any],
+    index: int,
+    policy: Any,
+    probes: list[tuple[Any, dict[str, Any]]],
+) -> torch.Tensor:
     """float32 [num_kv_heads, num_slots] of one layer."""
     from views import make_layer_view
 
@@ -320,39 +464,52 @@ def our_scores(recorded: dict[str, Any], index: int, policy: Any) -> torch.Tenso
     observed = None
     if policy.observation is not None:
         observed = policy.observation.observe(view(slots, None))
+    for probe, run in probes:
+        keys = torch.cat([layer["keys"], run["keys"][index]], 1)
+        observed = policy.probing.observe(
+            make_layer_view(
+                keys=keys,
+                positions=torch.arange(keys.shape[1]).expand(heads, -1),
+                queries=run["queries"][index],
+                query_positions=torch.arange(slots, keys.shape[1]),
+                scale=layer["scale"],
+                observed=observed,
+                probe=probe,
+            )
+        )
     return policy.score(view(policy.queries_needed, observed))
 
 
-def compare(folder: Path) -> None:
-    print("| prompt | press | kept (kvpress) | kept (ours) | same decision | overlap |")
-    print("|---|---|---|---|---|---|")
-    for path in sorted(folder.glob("*.pt"), key=lambda item: int(item.stem)):
+def compare(folders: list[Path]) -> None:
+    """Prints a row per comparison, with a column per recorded prompt."""
+    paths = [
+        path
+        for folder in folders
+        for path in sorted(folder.glob("*.pt"), key=lambda item: int(item.stem))
+    ]
+    rows = {ours.name: [ours.name] for ours in make_comparisons()}
+    for path in paths:
         recorded = torch.load(path)
         for ours in make_comparisons():
-            layers = recorded["layers"]
-            if ours.press not in layers[0]["kept"]:
-                continue
-            theirs = torch.stack([layer["kept"][ours.press] for layer in layers])
-            # kvpress keeps whole chunks, the short last one among them or not.
-            chunked = ours.press == "chunkkv"
-            average = int(theirs[0, 0].sum()) if chunked else recorded["budget"]
-            _print_row(path.stem, ours.name, theirs, our_keeps(recorded, ours, average))
+            rows[ours.name].append(agreement(recorded, ours))
+    titles = ["press", *(f"{path.parent.name}, {path.stem}" for path in paths)]
+    for row in titles, ["---"] * len(titles), *rows.values():
+        print(f"| {' | '.join(row)} |")
 
 
-def _print_row(
-    prompt: str, name: str, theirs: torch.Tensor, ours: torch.Tensor
-) -> None:
-    same = (ours == theirs).double().mean()
-    overlap = (ours & theirs).sum() / theirs.sum()
-    print(
-        f"| {prompt} | {name} | {_span(theirs.sum(-1))} | {_span(ours.sum(-1))} "
-        f"| {same:.5f} | {overlap:.5f} |"
-    )
-
-
-def _span(counts: torch.Tensor) -> str:
-    smallest, largest = int(counts.min()), int(counts.max())
-    return str(smallest) if smallest == largest else f"{smallest}–{largest}"
+def agreement(recorded: dict[str, Any], ours: Comparison) -> str:
+    """Same decision and overlap; "-" if the press was not recorded."""
+    layers = recorded["layers"]
+    if ours.press not in layers[0]["kept"]:
+        return "-"
+    theirs = torch.stack([layer["kept"][ours.press] for layer in layers])
+    # kvpress keeps whole chunks, the short last one among them or not.
+    chunked = ours.press == "chunkkv"
+    average = int(theirs[0, 0].sum()) if chunked else recorded["budget"]
+    kept = our_keeps(recorded, ours, average)
+    same = (kept == theirs).double().mean()
+    overlap = (kept & theirs).sum() / theirs.sum()
+    return f"{same:.5f} / {overlap:.5f}"
 
 
 def main() -> None:
@@ -363,12 +520,12 @@ def main() -> None:
     first.add_argument("folder", type=Path)
     first.add_argument("--text", type=Path, help="instead of generated sentences")
     second = steps.add_parser("compare", help="run our policies on the recording")
-    second.add_argument("folder", type=Path)
+    second.add_argument("folders", type=Path, nargs="+")
     options = parser.parse_args()
     if options.step == "record":
         record(options.model, options.folder, options.text)
     else:
-        compare(options.folder)
+        compare(options.folders)
 
 
 if __name__ == "__main__":

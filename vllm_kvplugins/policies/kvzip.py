@@ -99,7 +99,8 @@ class KVzip(Compressor):
     with them.
 
     As in the paper, one ranking over all layers and KV heads determines how many tokens
-    each head keeps (``allocator: cross-layer``, the default here).
+    each head keeps (``allocator: cross-layer``, the default here). Its ``safeguard``,
+    a minimum of every head, is not in the paper.
 
     Differs from the paper: the paper compresses a context before the question is known.
     Here the prompt ends with the question, so the ``recent`` newest tokens stay.
