@@ -20,6 +20,7 @@ queries of what it repeats.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +49,13 @@ BY_SCORE = ("criticalkv", "lagkv", "expected-attention", SEEN)
 # without a chat template, and what our policy writes.
 NEWLINE, NOTHING = "\n", ""
 KVZIP, KVZIP_LAYERWISE = "kvzip", "kvzip layerwise"
+# DuoAttention gets the heads of this profile, of one model. Its own are downloaded.
+DUO = "duo-attention"
+HEADS = (
+    Path(__file__).parents[2]
+    / "vllm_kvplugins/budgets/head_profiles/smollm2-135m-instruct.json"
+)
+STREAMING, SINKS, RECENT = 0.6, 4, 32
 
 
 # -- step one: kvpress ----------------------------------------------------------
@@ -79,6 +87,21 @@ def make_presses(ratio: float) -> dict[str, Any]:
         "adakv safeguard=0": kvpress.AdaKVPress(snapkv(), alpha_safeguard=0.0),
         "adakv safeguard=0.2": kvpress.AdaKVPress(snapkv(), alpha_safeguard=0.2),
     }
+
+
+def make_split(model: Any) -> dict[str, Any]:
+    """DuoAttentionPress with the heads of ``HEADS``; nothing for another model."""
+    import kvpress
+    import numpy
+
+    scores = numpy.array(json.loads(HEADS.read_text())["scores"])
+    config = model.config
+    if scores.shape != (config.num_hidden_layers, config.num_key_value_heads):
+        return {}
+    press = kvpress.DuoAttentionPress(head_compression_ratio=STREAMING)
+    press.load_attention_pattern = lambda _: (SINKS, RECENT, scores)
+    press.post_init_from_model(model)
+    return {DUO: press}
 
 
 def press_keeps(
@@ -215,7 +238,7 @@ def record_prompt(
     # Models with several RoPE bases want the kind of layer.
     takes_kind = "layer_type" in signature(model.model.rotary_emb.forward).parameters
     # A little above the exact ratio: kvpress truncates tokens * (1 - ratio).
-    presses = make_presses(1 - (budget + 0.01) / len(tokens))
+    presses = make_presses(1 - (budget + 0.01) / len(tokens)) | make_split(model)
     if takes_kind:
         del presses["expected-attention"]  # it does not name the kind
     layers: list[dict[str, Any]] = []
@@ -348,6 +371,7 @@ def make_comparisons() -> list[Comparison]:
     pyramidkv = policy("pyramidkv", window=WINDOW)
     pyramid = parse_allocator({"name": "pyramid", "beta": PYRAMID_BETA})
     h2o = policy("h2o", recent=0)
+    split = parse_allocator({"name": "head-split", "profile": HEADS})
     kvzip, no_recent = policy("kvzip"), policy("kvzip", recent=0)
     ranked = parse_allocator({"name": "cross-layer", "safeguard": 0.0})
     alike = "newline, recent 0, safeguard 0"
@@ -364,6 +388,7 @@ def make_comparisons() -> list[Comparison]:
             Comparison(f"adakv, safeguard {x:g}", f"adakv safeguard={x:g}", snapkv, a)
             for x, a in ((0, adaptive(0.0)), (0.2, adaptive(0.2)))
         ),
+        Comparison(DUO, DUO, policy(DUO, sinks=SINKS, recent=RECENT), split),
         Comparison("kvzip", KVZIP, kvzip, kvzip.allocator),
         *(
             Comparison(f"{press}, {changed}", press, changed_policy, a, suffix=NEWLINE)
@@ -503,9 +528,13 @@ def agreement(recorded: dict[str, Any], ours: Comparison) -> str:
     if ours.press not in layers[0]["kept"]:
         return "-"
     theirs = torch.stack([layer["kept"][ours.press] for layer in layers])
-    # kvpress keeps whole chunks, the short last one among them or not.
-    chunked = ours.press == "chunkkv"
-    average = int(theirs[0, 0].sum()) if chunked else recorded["budget"]
+    average = recorded["budget"]
+    if ours.press == "chunkkv":
+        # kvpress keeps whole chunks, the short last one among them or not.
+        average = int(theirs[0, 0].sum())
+    elif ours.press == DUO:
+        # A share of the heads, not a budget; the rounding takes a part of one head.
+        average = int(theirs.sum()) // theirs[..., 0].numel()
     kept = our_keeps(recorded, ours, average)
     same = (kept == theirs).double().mean()
     overlap = (kept & theirs).sum() / theirs.sum()
