@@ -8,6 +8,12 @@ Control runs use stock with another context: ``nothing``, only the question;
 ``another``, the next dialogue, cut to the same length; ``evidence``, only the lines
 with the answer.
 
+Two more tell stock the parts of the history that are near the question, at most
+``--budget`` tokens of them, in the order of the dialogue: ``rag``, the segments of the
+question's episode (EpiCache, appendix B.1), and if they are too many, the nearest of
+them; ``segments``, the nearest ones of all episodes. They divide, cluster and embed the
+dialogue as ``epicache`` does with the same ``--config``.
+
 Two metrics per question: the F1 score of the answer's words (LoCoMo's measure, without
 its stemmer), and the surprisal of the true answer in nats per token, which also works
 for models too small to answer.
@@ -21,7 +27,7 @@ import json
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +36,7 @@ import _path  # noqa: F401
 import typer
 from _dialogue import mean_interval
 from _engine import EngineJob, child_rows, provenance
+from _locomo_segments import SegmentIndex
 from rich.console import Console
 from rich.table import Table
 
@@ -50,6 +57,9 @@ METHODS: dict[str, dict[str, Any]] = {
 # control runs: context for stock instead of the history
 NO_REQUIREMENTS, ANOTHER, EVIDENCE = "nothing", "another", "evidence"
 CONTROLS = (NO_REQUIREMENTS, ANOTHER, EVIDENCE)
+# stock with segments of the history
+RAG, SEGMENTS = "rag", "segments"
+RETRIEVERS = (RAG, SEGMENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +93,19 @@ class Job(EngineJob):
 
 
 def job(method: str, budget: int, block: int, more: dict[str, Any]) -> Job:
-    """The settings of an engine."""
+    """The settings of an engine.
+
+    Args:
+        more: settings of EpiCache; a retriever uses its budget and its episodes.
+    """
     if method == "stock" or method in CONTROLS:
         return Job(json.dumps({"label": method}))
     policy = {"name": "epicache", "budget": budget, "prefill_block": block}
-    policy |= {"session_memory": "3GiB", **METHODS[method]}
-    if method == "epicache":
+    policy |= {"session_memory": "3GiB", **METHODS.get(method, {})}
+    if method == "epicache" or method in RETRIEVERS:
         policy |= more
-    return Job(json.dumps({"label": method, "policy": policy}))
+    use = "retriever" if method in RETRIEVERS else "policy"
+    return Job(json.dumps({"label": method, use: policy}))
 
 
 # -- the data -----------------------------------------------------------------------
@@ -118,10 +133,10 @@ def check(setting: Setting, methods: list[str]) -> None:
     Raises:
         typer.BadParameter: the dialogue or a method does not exist.
     """
-    if unknown := set(methods) - set(METHODS) - set(CONTROLS):
+    known = [*METHODS, *CONTROLS, *RETRIEVERS]
+    if unknown := set(methods) - set(known):
         raise typer.BadParameter(
-            f"--method {', '.join(sorted(unknown))}: give one of "
-            f"{', '.join([*METHODS, *CONTROLS])}"
+            f"--method {', '.join(sorted(unknown))}: give one of {', '.join(known)}"
         )
     last = len(json.loads(Path(setting.path).read_text())) - 1
     if not 0 <= setting.dialogue <= last:
@@ -138,6 +153,12 @@ def check(setting: Setting, methods: list[str]) -> None:
 def excerpt(
     setting: Setting, count_tokens: Any
 ) -> tuple[list[dict[str, str]], list[Question]]:
+    """The chat with the start of a dialogue, and the questions that it answers."""
+    lines, questions = opening(setting, count_tokens)
+    return told(lines), questions
+
+
+def opening(setting: Setting, count_tokens: Any) -> tuple[list[str], list[Question]]:
     """The start of a dialogue that fits, and the questions that it answers.
 
     If the dialogue is too short, the next dialogues follow; all questions are about the
@@ -169,13 +190,17 @@ def excerpt(
         and item["evidence"]
         and set(item["evidence"]) <= lines_by_id.keys()
     ]
-    return told(lines), questions[: setting.questions]
+    return lines, questions[: setting.questions]
 
 
 def told(lines: Iterable[str]) -> list[dict[str, str]]:
     """The chat with a dialogue in its first message."""
     opening = {"role": "user", "content": "\n".join(lines)}
     return [opening, {"role": "assistant", "content": READ}]
+
+
+def message_of(question: Question) -> dict[str, str]:
+    return {"role": "user", "content": ASK.format(question.text)}
 
 
 def evidence_at(
@@ -194,6 +219,11 @@ def evidence_at(
         for position, (start, stop) in enumerate(offsets)
         if any(start < last and stop > first for first, last in spans)
     ]
+
+
+def evidence_in(text: str, question: Question) -> float:
+    """Share of the evidence lines that a text contains."""
+    return sum(line in text for line in question.evidence) / len(question.evidence)
 
 
 def words(text: str) -> list[str]:
@@ -234,6 +264,49 @@ def open_model(setting: Setting, policy: dict[str, Any] | None) -> Any:
     )
 
 
+def asked(
+    setting: Setting, work: Job, count_tokens: Callable[[str], int]
+) -> Iterator[tuple[list[dict[str, str]], Question]]:
+    """The questions, each with the chat before it."""
+    lines, questions = opening(setting, count_tokens)
+    history = told(lines)
+    if work.label == ANOTHER:
+        other = replace(setting, dialogue=setting.dialogue + 1)
+        history = excerpt(other, count_tokens)[0]
+    elif work.label == NO_REQUIREMENTS:
+        history = []
+    elif work.label in RETRIEVERS:
+        retrieve = retriever(work, lines, count_tokens)
+    for question in questions:
+        if work.label == EVIDENCE:
+            history = told(question.evidence)
+        elif work.label in RETRIEVERS:
+            history = told(retrieve(question))
+        yield history, question
+
+
+def retriever(
+    work: Job, lines: list[str], count_tokens: Callable[[str], int]
+) -> Callable[[Question], list[str]]:
+    """A function that returns the segments of the dialogue to tell for a question."""
+    from vllm_kvplugins.config import parse_policy
+    from vllm_kvplugins.episodes.encoder import load_encoder
+    from vllm_kvplugins.episodes.utterances import dialogue_text, utterances_of
+
+    policy = work.options["retriever"]
+    routing = parse_policy(policy).episode_routing
+    assert routing is not None, "epicache routes episodes"
+    encoder = load_encoder(routing.settings.encoder)
+    index = SegmentIndex(lines, routing.settings, encoder, count_tokens)
+
+    def retrieve(question: Question) -> list[str]:
+        # what epicache embeds
+        query = dialogue_text(utterances_of([message_of(question)]))
+        return index.near(query, policy["budget"], of_episode=work.label == RAG)
+
+    return retrieve
+
+
 def run_engine(setting: Setting, work: Job) -> None:
     """Child: answer all questions, one JSON line each."""
     from vllm import SamplingParams
@@ -244,16 +317,8 @@ def run_engine(setting: Setting, work: Job) -> None:
     def count_tokens(text: str) -> int:
         return len(tokenizer.encode(text))
 
-    history, questions = excerpt(setting, count_tokens)
-    if work.label == ANOTHER:
-        other = replace(setting, dialogue=setting.dialogue + 1)
-        history = excerpt(other, count_tokens)[0]
-    elif work.label == NO_REQUIREMENTS:
-        history = []
-    for number, question in enumerate(questions):
-        if work.label == EVIDENCE:
-            history = told(question.evidence)
-        message = {"role": "user", "content": ASK.format(question.text)}
+    chats = asked(setting, work, count_tokens)
+    for number, (history, question) in enumerate(chats):
         extra = {}
         if "policy" in work.options and work.label != "epicache":
             # one cache for all questions
@@ -264,17 +329,22 @@ def run_engine(setting: Setting, work: Job) -> None:
         )
         forced = SamplingParams(**prescribed(truth, extra))
         outputs = [
-            llm.chat([[*history, message]], [sampling], use_tqdm=False)[0]
+            llm.chat([[*history, message_of(question)]], [sampling], use_tqdm=False)[0]
             for sampling in (free, forced)
         ]
         row = {
             "question": number,
             "category": question.category,
             "prompt_tokens": len(outputs[0].prompt_token_ids),
+            "evidence_told": evidence_in(text_of(history), question),
             "f1": f1(outputs[0].outputs[0].text, question.answer),
             "nats": nats(outputs[1].outputs[0]),
         }
         print("RESULT " + json.dumps(row), flush=True)
+
+
+def text_of(messages: list[dict[str, str]]) -> str:
+    return "\n".join(message["content"] for message in messages)
 
 
 def prescribed(truth: list[int], extra: dict[str, Any]) -> dict[str, Any]:
@@ -354,10 +424,13 @@ def main(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"default: {', '.join(METHODS)}; controls: {', '.join(CONTROLS)}"
+            help=f"default: {', '.join(METHODS)}; controls: {', '.join(CONTROLS)}; "
+            f"retrieval: {', '.join(RETRIEVERS)}"
         ),
     ] = None,
-    config: Annotated[str, typer.Option(help="settings of epicache, as JSON")] = "{}",
+    config: Annotated[
+        str, typer.Option(help="settings of epicache and retrieval, as JSON")
+    ] = "{}",
     dtype: str = "bfloat16",
     out: Path = Path("locomo.jsonl"),
     child: Annotated[str, typer.Option(hidden=True)] = "",

@@ -33,10 +33,10 @@ import typer
 from _engine import child_rows, provenance
 from locomo import (
     ASK,
-    Question,
     Setting,
     answers,
     evidence_at,
+    evidence_in,
     excerpt,
     job,
     keep,
@@ -85,11 +85,6 @@ def patched_texts(
 
 
 Kept = list[list[list[int]]]  # positions, [layers][kv_heads][kept]
-
-
-def evidence_in(patched: str, question: Question) -> float:
-    """Share of the evidence lines that a patched prompt contains."""
-    return sum(line in patched for line in question.evidence) / len(question.evidence)
 
 
 def end_of(kept: Kept) -> int:

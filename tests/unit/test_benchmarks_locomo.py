@@ -45,6 +45,15 @@ def test_only_epicache_takes_its_settings():
     assert {policy["budget"] for policy in policies.values()} == {1024}
 
 
+def test_retrievers_are_stock_with_the_settings_of_epicache():
+    for label in benchmark.RETRIEVERS:
+        options = benchmark.job(label, 1024, 512, {"episodes": 3}).options
+        assert "policy" not in options
+        assert options["label"] == label
+        assert options["retriever"]["episodes"] == 3
+        assert options["retriever"]["budget"] == 1024
+
+
 def test_the_history_is_a_turn_that_was_answered():
     assert benchmark.told(["A: hi", "B: ho"]) == [
         {"role": "user", "content": "A: hi\nB: ho"},
@@ -55,7 +64,7 @@ def test_the_history_is_a_turn_that_was_answered():
 def test_an_unknown_method_is_refused(dialogues):
     message = refusal(dialogues, "--method", "epicash", "--method", "stock")
     assert "epicash" in message
-    assert "keydiff, streaming-llm, nothing, another, evidence" in message
+    assert "streaming-llm, nothing, another, evidence, rag, segments" in message
 
 
 @pytest.mark.parametrize("dialogue", ["2", "-1"])
