@@ -24,6 +24,7 @@ from policy_settings import (
     keep_spans,
     policies_that,
     shares_pages,
+    write_heads,
     write_weights,
 )
 from tiny_model import KV_HEADS, LAYERS
@@ -48,10 +49,11 @@ def turns() -> dict[str, str]:
     return {name: chosen.get(name, "none") for name in names}
 
 
-def settings(name: str, allocator: str, weights: dict[str, str]) -> dict[str, Any]:
+def settings(
+    name: str, allocator: str, files: dict[str, dict[str, str]]
+) -> dict[str, Any]:
     """Settings of a policy; every other policy uses block-wise prefill."""
-    shared = weights if allocator == "file" else allocator
-    chosen = SMALL_BUDGETS | {"allocator": shared}
+    chosen = SMALL_BUDGETS | {"allocator": files.get(allocator, allocator)}
     if list(turns()).index(name) // PROCESSES % 2:
         chosen["prefill_block"] = 96
     return configure(name, chosen)
@@ -61,10 +63,13 @@ def settings(name: str, allocator: str, weights: dict[str, str]) -> dict[str, An
 def traffic_of(model: str, names: tuple[str, ...]) -> dict[str, Any]:
     """Counts of events per policy, in one process."""
     with tempfile.TemporaryDirectory() as folder:
-        weights = write_weights(Path(folder, "weights.json"), LAYERS, KV_HEADS)
+        files = {
+            "file": write_weights(Path(folder, "weights.json"), LAYERS, KV_HEADS),
+            "head-split": write_heads(Path(folder, "heads.json"), Path(model)),
+        }
         policies = {
             # Sessions copy blocks after they are freed; freed blocks are NaN here.
-            name: settings(name, turns()[name], weights) | {"sessions": False}
+            name: settings(name, turns()[name], files) | {"sessions": False}
             for name in names
         }
         arguments = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from harness import run_scenario
-from policy_settings import write_weights
+from policy_settings import write_heads, write_weights
 from profiles import write_made
 from tiers import tiered
 from tiny_model import KV_HEADS, LAYERS, LLAMA
@@ -35,6 +35,7 @@ def seen(model: str, allocator: str) -> dict[str, Any]:
         expected_blocks = {
             "file": weights,
             "sensitivity": {"name": "sensitivity", "profile": profile},
+            "head-split": write_heads(Path(folder, "heads.json"), Path(model)),
         }
         chosen = expected_blocks.get(allocator, allocator)
         policy = {"name": "snapkv", "budget": BUDGET, "allocator": chosen}

@@ -8,6 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vllm_kvplugins.budgets import HeadSplit
+from vllm_kvplugins.budgets.head_profile import (
+    HeadProfile,
+    RepeatedDocument,
+    write_head_profile,
+)
+from vllm_kvplugins.model_config import read_model_config
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.policies.registry import available_policies, get_policy_class
 
@@ -66,6 +73,8 @@ def configure(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     chosen = {"name": name} | {k: v for k, v in settings.items() if k in fields}
     if not folds(name):
         chosen.pop("decode_budget", None)
+    if needs_profile(name):
+        chosen.setdefault("allocator", "cross-layer")
     if wants_history(name):
         # histories grow, so that a share of them is not a fixed budget
         base = {"sinks": 2, "recent": 1}
@@ -93,6 +102,13 @@ def shares_pages(name: str) -> bool:
 
 
 @functools.cache
+def needs_profile(name: str) -> bool:
+    """Whether the policy's default allocator needs a profile of the model."""
+    allocator = get_policy_class(name)().page_allocator()
+    return allocator.name == HeadSplit.name
+
+
+@functools.cache
 def folds(name: str) -> bool:
     """Whether a policy compacts during decoding; some refuse ``decode_budget``."""
     cls = get_policy_class(name)
@@ -109,3 +125,23 @@ def write_weights(path: Path, layers: int, kv_heads: int) -> dict[str, str]:
     ]
     path.write_text(json.dumps({"head_weights": weights}))
     return {"name": "file", "path": str(path)}
+
+
+def write_heads(path: Path, model: Path) -> dict[str, str]:
+    """The allocator ``head-split`` with a profile of a model; last heads come first."""
+    fingerprint = read_model_config(str(model), "float32").fingerprint()
+    layers, heads = fingerprint.num_layers, fingerprint.num_kv_heads
+    read = RepeatedDocument(name="a.txt", tokens=100, sha256="0" * 64)
+    profile = HeadProfile(
+        plugin="0",
+        model=model.name,
+        fingerprint=fingerprint,
+        dtype="float32",
+        documents=(read,),
+        scores=tuple(
+            tuple((layer * heads + head) / (layers * heads) for head in range(heads))
+            for layer in range(layers)
+        ),
+    )
+    write_head_profile(profile, path)
+    return {"name": "head-split", "profile": str(path)}
