@@ -187,9 +187,9 @@ CODES: dict[str, str] = {
     "KVP627": "the model computes NaN or infinity",
     "KVP628": "the `config.json` of the model cannot be found or read",
     "KVP629": "`config.json` does not describe a cache of equal layers",
-    "KVP640": "`kvplugins research calibrate`: a document is not longer than the "
-    "budget",
-    "KVP641": "`kvplugins research calibrate`: two documents have the same file name",
+    "KVP640": "`kvplugins research calibrate` or `rank-heads`: a document is too short",
+    "KVP641": "`kvplugins research calibrate` or `rank-heads`: two documents have the "
+    "same file name",
     "KVP642": "`kvplugins research train-router`: the texts are too few or too short",
     "KVP643": "`kvplugins research train-router`: a setting does not fit the model",
     "KVP644": "`kvplugins research train-router`: the checkpoint is damaged or belongs "

@@ -67,7 +67,7 @@ def test_every_layer_is_reported_and_nothing_stays(model, tokens):
     layers: list = []
     head_scores.head_scores(model, tokens, REQUEST, layers.append)
     assert layers == [0, 1]
-    assert not any(hasattr(m, "kvp_head_scores") for m in model.modules())
+    assert not any(hasattr(m, "kvp_running") for m in model.modules())
 
 
 def test_a_text_without_tokens_to_score_is_refused(model, tokens):

@@ -196,6 +196,16 @@ def test_a_model_without_a_profile_is_refused():
     assert "rank-heads" in reason
 
 
+def test_a_model_that_cannot_be_identified_is_refused():
+    def unknown():
+        raise KVPolicyError("[KVP628] no config.json")
+
+    request = {"name": "duo-attention"}
+    settled = layer_budgets.resolve_allocator(request, parse_policy(request), unknown)
+    (reason,) = parse_policy(settled).page_allocator().model_problems(unknown)
+    assert codes_in(reason) == ("KVP628",)
+
+
 def test_a_profile_of_another_model_is_refused():
     allocator = make_allocator()
     assert allocator.model_problems(fingerprint) == []

@@ -120,7 +120,7 @@ def test_layers_are_counted_and_nothing_is_left_behind(model, tokens):
     layers: list = []
     sensitivity.layer_sensitivity(model, tokens, settings(), layers.append)
     assert layers == list(range(LAYERS))
-    assert not any(hasattr(m, "kvp_sensitivity") for m in model.modules())
+    assert not any(hasattr(m, "kvp_running") for m in model.modules())
 
 
 def test_a_text_in_which_nothing_is_masked_is_refused(model, tokens):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from importlib import resources
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from vllm_kvplugins.budgets.profile_files import read_as, write_as_json
+from vllm_kvplugins.budgets.profile_files import read_as, shipped, write_as_json
 from vllm_kvplugins.model_config import ModelFingerprint
 
 RANK_HEADS = "kvplugins research rank-heads MODEL -o heads.json"
@@ -97,8 +96,7 @@ def read_head_profile(path: Path) -> HeadProfile:
 
 def shipped_head_profiles() -> list[Path]:
     """Paths of the head profiles in this package, by name."""
-    folder = Path(str(resources.files(__package__))) / "head_profiles"
-    return sorted(folder.glob("*.json"))
+    return shipped("head_profiles")
 
 
 def shipped_head_profile(model: ModelFingerprint) -> Path | None:

@@ -73,8 +73,8 @@ class HeadSplit(PageAllocator):
             coded(
                 "KVP116",
                 f"the head profile has {len(scores)} layers of {len(scores[0])} KV "
-                f"heads, this rank has {num_layers} of {num_kv_heads}; use another "
-                "allocator, and with tensor parallelism, data parallelism instead",
+                f"heads, this rank has {num_layers} of {num_kv_heads}; use data "
+                "parallelism instead of tensor parallelism, or another allocator",
             )
         ]
 

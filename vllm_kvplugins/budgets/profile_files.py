@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,3 +55,8 @@ def _details(error: ValidationError) -> str:
         ": ".join([".".join(map(str, item["loc"])), item["msg"]]).removeprefix(": ")
         for item in error.errors()
     )
+
+
+def shipped(folder: str) -> list[Path]:
+    """Paths of the files in a folder of this package, by name."""
+    return sorted((Path(str(resources.files(__package__))) / folder).glob("*.json"))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from vllm_kvplugins.budgets.profile_files import read_as, write_as_json
+from vllm_kvplugins.budgets.profile_files import read_as, shipped, write_as_json
 from vllm_kvplugins.model_config import ModelFingerprint
 
 _REMEDY = "make one with `kvplugins research calibrate MODEL -o profile.json`"
@@ -116,8 +115,7 @@ def read_profile(path: Path) -> SensitivityProfile:
 
 def shipped_profiles() -> list[Path]:
     """Paths of the profiles in this package, by name."""
-    folder = Path(str(resources.files(__package__))) / "profiles"
-    return sorted(folder.glob("*.json"))
+    return shipped("profiles")
 
 
 def shipped_profile(model: ModelFingerprint) -> Path | None:

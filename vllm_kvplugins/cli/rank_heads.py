@@ -79,7 +79,11 @@ def _measure(
     scores = []
     with documents.progress(len(tokens) * fingerprint.num_layers) as progress:
         for name, ids in tokens.items():
-            scores.append(head_scores(loaded, ids, request, _told(progress, name)))
+
+            def layer_done(layer: int, name: str = name) -> None:
+                progress(f"{name}: layer {layer}")
+
+            scores.append(head_scores(loaded, ids, request, layer_done))
     return HeadProfile(
         plugin=__version__,
         model=model_name(model),
@@ -95,10 +99,6 @@ def _measure(
         ),
         scores=mean_scores(scores),
     )
-
-
-def _told(progress: Any, name: str) -> Any:
-    return lambda layer: progress(f"{name}: layer {layer}")
 
 
 def _tokens(
@@ -154,7 +154,10 @@ def _print_summary(profile: HeadProfile, path: Path) -> None:
     best = ", ".join(
         f"{layer}.{head} ({score:.3f})" for score, layer, head in ranked[:5]
     )
-    console.print(f"look back most: layer.head {best}; median {_median(ranked):.3f}")
+    median = ranked[len(ranked) // 2][0]
+    console.print(
+        f"look back most: layer.head {best}; median {median:.3f}", soft_wrap=True
+    )
     console.print(f"wrote {escape(str(path))}", soft_wrap=True)
     console.print(
         escape(
@@ -162,7 +165,3 @@ def _print_summary(profile: HeadProfile, path: Path) -> None:
         ),
         soft_wrap=True,
     )
-
-
-def _median(ranked: list[tuple[float, int, int]]) -> float:
-    return ranked[len(ranked) // 2][0]

@@ -22,9 +22,9 @@ class DuoAttention(Compressor):
     Differs from the paper:
 
     - Heads are ranked as in the context-independent form of KVzip (arXiv:2505.23416).
-      The paper trains a gate per head, for hours on GPUs.
-    - The budget decides how many heads keep all tokens. The paper keeps half or a
-      quarter of them, whatever that takes.
+      The paper trains a gate per head.
+    - The budget decides how many heads keep all tokens. The paper fixes the share of
+      these heads, and the memory follows from it.
     - Streaming heads also keep the tokens that are generated, unless ``decode_budget``
       is set.
 

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 
 from vllm_kvplugins.errors import KVPolicyError, coded
-from vllm_kvplugins.training.reference_model import load_attending
+from vllm_kvplugins.training.reference_model import (
+    attend,
+    load_attending,
+    of_all_layers,
+)
 
 ATTENTION = "kvp-head-scores"
 REQUEST = "\n\nRepeat the previous context exactly.\n\n"
@@ -67,27 +71,9 @@ def head_scores(
     if len(tokens) <= _SINKS + _RECENT:
         raise ValueError(f"{len(tokens)} tokens leave nothing to score")
     running = _Pass(len(tokens), len(tokens) + len(request), progress)
-    body = model.base_model
-    attending = [module for module in body.modules() if hasattr(module, "layer_idx")]
-    for module in attending:
-        module.kvp_head_scores = running
-    ids = torch.tensor([[*tokens, *request, *tokens]], device=model.device)
-    try:
-        with torch.no_grad():
-            body(ids, use_cache=False)
-    finally:
-        for module in attending:
-            del module.kvp_head_scores
-    layers = model.config.get_text_config().num_hidden_layers
-    if sorted(running.scores) != list(range(layers)):
-        raise KVPolicyError(
-            coded(
-                "KVP626",
-                f"only {len(running.scores)} of {layers} layers use the attention "
-                "interface of transformers; the heads of this model cannot be ranked",
-            )
-        )
-    return tuple(running.scores[layer] for layer in range(layers))
+    attend(model, torch.tensor([[*tokens, *request, *tokens]]), running)
+    problem = "the heads of this model cannot be ranked"
+    return tuple(of_all_layers(model, running.scores, problem))
 
 
 def load_model(folder: str, dtype: str) -> Any:
@@ -109,7 +95,7 @@ def _attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function for transformers; tensors are [1, heads, tokens, head_dim]."""
-    running: _Pass = module.kvp_head_scores
+    running: _Pass = module.kvp_running
     kv_heads, tokens = key.shape[1:3]
     # [kv_heads, group, tokens, head_dim]
     queries = query[0].unflatten(0, (kv_heads, -1))

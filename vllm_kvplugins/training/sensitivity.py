@@ -11,7 +11,11 @@ import torch.nn.functional as F
 
 from vllm_kvplugins.budgets.sensitivity_profile import MeasureSettings
 from vllm_kvplugins.errors import KVPolicyError, coded
-from vllm_kvplugins.training.reference_model import load_attending
+from vllm_kvplugins.training.reference_model import (
+    attend,
+    load_attending,
+    of_all_layers,
+)
 
 ATTENTION = "kvp-sensitivity"
 # Queries per chunk; bounds the memory of masks and scores for long texts.
@@ -104,28 +108,10 @@ def layer_sensitivity(
             "so nothing would be masked"
         )
     running = _Pass(settings, progress)
-    body = model.base_model
-    for module in body.modules():
-        if hasattr(module, "layer_idx"):
-            module.kvp_sensitivity = running
-    ids = torch.tensor([tokens, tokens], device=model.device)
-    try:
-        with torch.no_grad():
-            body(ids, use_cache=False)
-    finally:
-        for module in body.modules():
-            if hasattr(module, "kvp_sensitivity"):
-                del module.kvp_sensitivity
-    layers = model.config.get_text_config().num_hidden_layers
-    if sorted(running.similarity) != list(range(layers)):
-        raise KVPolicyError(
-            coded(
-                "KVP626",
-                f"only {len(running.similarity)} of {layers} layers use the attention "
-                "interface of transformers; this model cannot be calibrated",
-            )
-        )
-    return [max(1 - running.similarity[layer], 0.0) for layer in range(layers)]
+    attend(model, torch.tensor([tokens, tokens]), running)
+    problem = "this model cannot be calibrated"
+    similarity = of_all_layers(model, running.similarity, problem)
+    return [max(1 - value, 0.0) for value in similarity]
 
 
 def load_model(folder: str, dtype: str) -> Any:
@@ -147,7 +133,7 @@ def _attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function for transformers; tensors are [2, heads, tokens, head_dim]."""
-    running: _Pass = module.kvp_sensitivity
+    running: _Pass = module.kvp_running
     similarity = mean_cosine(key[0], key[1])
     if similarity != similarity:  # NaN
         raise KVPolicyError(
