@@ -99,9 +99,10 @@ def _probes(
         "\n\nRepeat the part of the previous context exactly, starting with",
         add_special_tokens=False,
     )
-    probes = [(whole, 0, min(policy["chunk"], len(prompt)))]
+    newline = tokenizer.encode("\n", add_special_tokens=False)
+    probes = [(whole + newline, 0, min(policy["chunk"], len(prompt)))]
     while probes[-1][2] < len(prompt):
         start = probes[-1][2]
-        lead = part + prompt[start - 8 : start]
+        lead = part + prompt[start - 8 : start] + newline
         probes.append((lead, start, min(start + policy["chunk"], len(prompt))))
     return probes

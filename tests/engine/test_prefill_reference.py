@@ -73,7 +73,8 @@ def probe_tokens(model: str, name: str, prompt: list[int], since: int) -> list[i
         return encode(SUMMARIZE)
     if name == "kvzip":
         lead = [*encode(REPEAT_PART), *prompt[since - 8 : since]]
-        return [*(lead if since else encode(REPEAT_ALL)), *prompt[since:]]
+        lead = lead if since else encode(REPEAT_ALL)
+        return [*lead, *encode("\n"), *prompt[since:]]
     return []
 
 

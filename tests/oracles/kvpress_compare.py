@@ -45,9 +45,9 @@ QUERIES_AT_ONCE = 256
 FUTURE = 512
 SEEN = "observed attention"  # reads the sums; others would take them for weights
 BY_SCORE = ("criticalkv", "lagkv", "expected-attention", SEEN)
-# Between the request to repeat and the repeated tokens: what kvpress writes for a model
-# without a chat template, and what our policy writes.
-NEWLINE, NOTHING = "\n", ""
+# Between the request to repeat and the repeated tokens, as kvpress and our policy write
+# it for a model without a chat template.
+NEWLINE = "\n"
 KVZIP, KVZIP_LAYERWISE = "kvzip", "kvzip layerwise"
 # DuoAttention gets the heads of this profile, of one model. Its own are downloaded.
 DUO = "duo-attention"
@@ -166,20 +166,19 @@ def rotated_queries(module: Any, kwargs: Any) -> torch.Tensor:
 
 
 def record_repetition(
-    model: Any, tokenizer: Any, cache: Any, tokens: list[int], budget: int, suffix: str
+    model: Any, tokenizer: Any, cache: Any, tokens: list[int], budget: int
 ) -> dict[str, Any]:
     """The probes of KVzipPress and what it keeps, over all layers and by layer.
 
     Args:
         cache: holds ``tokens``, and holds them again afterwards.
-        suffix: see ``NEWLINE``.
     """
     import kvpress
 
     # A little below the exact ratio: this press truncates the tokens that it drops.
     press = kvpress.KVzipPress(1 - (budget - 0.001) / len(tokens))
     press._context_ids, press._cache = torch.tensor([tokens]), cache
-    encoded = tokenizer.encode(suffix, add_special_tokens=False)
+    encoded = tokenizer.encode(NEWLINE, add_special_tokens=False)
     press._suffix_ids = torch.tensor([encoded], dtype=torch.int64)
     modules = [layer.self_attn for layer in model.model.layers]
     probes: list[dict[str, Any]] = []
@@ -279,16 +278,14 @@ def record_prompt(
     finally:
         for handle in hooks:
             handle.remove()
-    repeated: dict[str, Any] = {}
+    repeated: list[dict[str, Any]] = []
     if not takes_kind:  # KVzipPress refuses these models
-        for suffix in (NEWLINE, NOTHING):
-            cache = output.past_key_values
-            found = record_repetition(model, tokenizer, cache, tokens, budget, suffix)
-            repeated[suffix] = found["probes"]
-            if suffix == NEWLINE:
-                for name, kept in found["kept"].items():
-                    for layer, keep in zip(layers, kept, strict=True):
-                        layer["kept"][name] = keep
+        cache = output.past_key_values
+        found = record_repetition(model, tokenizer, cache, tokens, budget)
+        repeated = found["probes"]
+        for name, kept in found["kept"].items():
+            for layer, keep in zip(layers, kept, strict=True):
+                layer["kept"][name] = keep
     version = getattr(kvpress, "__version__", "unknown")
     positions = torch.arange(len(tokens) + FUTURE)[None]
     kind = ["full_attention"] if takes_kind else []
@@ -333,7 +330,6 @@ class Comparison:
 
     Attributes:
         adapt: changes our scores first, to show that nothing else differs.
-        suffix: which repetition a probing policy sees, ``NOTHING`` being its own.
     """
 
     name: str
@@ -341,7 +337,6 @@ class Comparison:
     policy: Any
     allocator: Any
     adapt: Callable[[torch.Tensor], torch.Tensor] = lambda scores: scores
-    suffix: str = NOTHING
 
 
 def make_comparisons() -> list[Comparison]:
@@ -373,8 +368,6 @@ def make_comparisons() -> list[Comparison]:
     h2o = policy("h2o", recent=0)
     split = parse_allocator({"name": "head-split", "profile": HEADS})
     kvzip, no_recent = policy("kvzip"), policy("kvzip", recent=0)
-    ranked = parse_allocator({"name": "cross-layer", "safeguard": 0.0})
-    alike = "newline, recent 0, safeguard 0"
     name = f"pyramidkv, beta {PYRAMID_BETA}"
     return [
         *(Comparison(name, name, one, uniform) for name, one in plain.items()),
@@ -390,14 +383,9 @@ def make_comparisons() -> list[Comparison]:
         ),
         Comparison(DUO, DUO, policy(DUO, sinks=SINKS, recent=RECENT), split),
         Comparison("kvzip", KVZIP, kvzip, kvzip.allocator),
-        *(
-            Comparison(f"{press}, {changed}", press, changed_policy, a, suffix=NEWLINE)
-            for press, changed, changed_policy, a in (
-                (KVZIP, "newline", kvzip, kvzip.allocator),
-                (KVZIP, "newline, recent 0", no_recent, kvzip.allocator),
-                (KVZIP, alike, no_recent, ranked),
-                (KVZIP_LAYERWISE, alike, no_recent, adaptive(0.0)),
-            )
+        Comparison("kvzip, recent 0", KVZIP, no_recent, no_recent.allocator),
+        Comparison(
+            f"{KVZIP_LAYERWISE}, recent 0", KVZIP_LAYERWISE, no_recent, adaptive(0.0)
         ),
     ]
 
@@ -439,20 +427,19 @@ def our_probes(
 
     if ours.policy.probing is None:
         return []
-    runs = recorded["repeated"][ours.suffix]
+    runs = recorded["repeated"]
     probes = [Probe(run["token_ids"], range(*run["about"])) for run in runs]
-    if ours.suffix == NOTHING:
-        tokenizer = AutoTokenizer.from_pretrained(recorded["tokenizer"])
-        tokens = recorded["tokens"]
-        occasion = ProbeOccasion(
-            prompt=tokens,
-            since=0,
-            tokens=len(tokens),
-            room=sys.maxsize,
-            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
-        )
-        if ours.policy.probing.probes(occasion) != probes:
-            raise ValueError(f"{ours.name}: the policy repeats other tokens")
+    tokenizer = AutoTokenizer.from_pretrained(recorded["tokenizer"])
+    tokens = recorded["tokens"]
+    occasion = ProbeOccasion(
+        prompt=tokens,
+        since=0,
+        tokens=len(tokens),
+        room=sys.maxsize,
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )
+    if ours.policy.probing.probes(occasion) != probes:
+        raise ValueError(f"{ours.name}: the policy repeats other tokens")
     return list(zip(probes, runs, strict=True))
 
 

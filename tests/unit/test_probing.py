@@ -23,7 +23,8 @@ HEADS, GROUP, DIM = 2, 3, 16
 
 
 def encode(text: str) -> list[int]:
-    return [1000 + len(word) for word in text.split()]
+    """The length of each word; 1000 for a text without words."""
+    return [1000 + len(word) for word in text.split()] or [1000]
 
 
 def occasion(tokens: int, room: int) -> ProbeOccasion:
@@ -160,7 +161,8 @@ def test_kvzip_repeats_the_whole_prompt_once():
     for probe in probes:
         repeated = list(probe.about)
         assert list(probe.token_ids)[-len(repeated) :] == repeated
-    announced = list(probes[1].token_ids)[-108:-100]
+        assert probe.token_ids[-len(repeated) - 1] == 1000, "a newline stands before it"
+    announced = list(probes[1].token_ids)[-109:-101]
     assert announced == list(range(92, 100)), "the part is announced by what precedes"
     room = policy.probing.room(encode)
     assert (

@@ -21,6 +21,8 @@ from vllm_kvplugins.scoring.attention_votes import attention_peak
 
 _ALL = "\n\nRepeat the previous context exactly."
 _PART = "\n\nRepeat the part of the previous context exactly, starting with"
+# Between the request and the repeated tokens.
+_NEWLINE = "\n"
 # Number of tokens before a part that announce it.
 _LEAD_TOKENS = 8
 # Minimum part of a prompt to repeat; each part costs a forward pass.
@@ -41,21 +43,24 @@ class Repetition(Probing):
     min_new_tokens: ClassVar[int] = _LEAST_CHUNK
 
     def room(self, encode: Encode) -> int:
+        return self._max_request(encode) + _LEAST_CHUNK
+
+    def _max_request(self, encode: Encode) -> int:
+        """Maximum number of tokens before the repeated ones."""
         longest = max(len(encode(_ALL)), len(encode(_PART)) + _LEAD_TOKENS)
-        return longest + _LEAST_CHUNK
+        return longest + len(encode(_NEWLINE))
 
     def probes(self, occasion: ProbeOccasion) -> list[Probe]:
-        prompt, whole = occasion.prompt, occasion.encode(_ALL)
-        part = occasion.encode(_PART)
-        announced = max(len(whole), len(part) + _LEAD_TOKENS)
-        size = min(self.chunk, occasion.room - announced)
+        prompt, encode = occasion.prompt, occasion.encode
+        whole, part, newline = encode(_ALL), encode(_PART), encode(_NEWLINE)
+        size = min(self.chunk, occasion.room - self._max_request(encode))
         probes = []
         first = max(occasion.since, occasion.shared)
         survivors = range(min(occasion.shared, occasion.since), occasion.since)
         for start in range(first, occasion.tokens, size):
             stop = min(start + size, occasion.tokens)
             lead = [*part, *prompt[start - _LEAD_TOKENS : start]] if start else whole
-            again = [*lead, *prompt[start:stop]]
+            again = [*lead, *newline, *prompt[start:stop]]
             probes.append(Probe(again, range(start, stop), survivors))
         return probes
 
@@ -94,13 +99,13 @@ class KVzip(Compressor):
     The prompt runs through the model a second time, in chunks, each after a request to
     repeat it. The score of a token is the maximum attention that it gets from any query
     of the repeated chunk, in any head of its group. The softmax runs over the sinks,
-    the chunk in the cache and the repetition (section 3.4). The closing words of the
-    chat template are omitted before the chunk, because a served prompt already ends
-    with them.
+    the chunk in the cache and the repetition (section 3.4). A newline stands before the
+    repeated tokens, as in kvpress for models without a chat template. The closing words
+    of the template are omitted there, because a served prompt already ends with them.
 
     As in the paper, one ranking over all layers and KV heads determines how many tokens
-    each head keeps (``allocator: cross-layer``, the default here). Its ``safeguard``,
-    a minimum of every head, is not in the paper.
+    each head keeps (``allocator: cross-layer``, the default here), without a minimum of
+    every head (``safeguard``).
 
     Differs from the paper: the paper compresses a context before the question is known.
     Here the prompt ends with the question, so the ``recent`` newest tokens stay.
@@ -117,7 +122,7 @@ class KVzip(Compressor):
     summary: ClassVar[str] = "keeps tokens that repeating the prompt attends to"
 
     allocator: Annotated[PageAllocator, BeforeValidator(parse_allocator)] = Field(
-        default=CrossLayer(),
+        default=CrossLayer(safeguard=0.0),
         description="How pages are shared between layers and KV heads.",
     )
     chunk: int = Field(
