@@ -368,6 +368,8 @@ def make_comparisons() -> list[Comparison]:
     h2o = policy("h2o", recent=0)
     split = parse_allocator({"name": "head-split", "profile": HEADS})
     kvzip, no_recent = policy("kvzip"), policy("kvzip", recent=0)
+    ranked = parse_allocator({"name": "cross-layer", "safeguard": 0.0})
+    alike = "safeguard 0, recent 0"
     name = f"pyramidkv, beta {PYRAMID_BETA}"
     return [
         *(Comparison(name, name, one, uniform) for name, one in plain.items()),
@@ -383,9 +385,10 @@ def make_comparisons() -> list[Comparison]:
         ),
         Comparison(DUO, DUO, policy(DUO, sinks=SINKS, recent=RECENT), split),
         Comparison("kvzip", KVZIP, kvzip, kvzip.allocator),
-        Comparison("kvzip, recent 0", KVZIP, no_recent, no_recent.allocator),
+        Comparison("kvzip, safeguard 0", KVZIP, kvzip, ranked),
+        Comparison(f"kvzip, {alike}", KVZIP, no_recent, ranked),
         Comparison(
-            f"{KVZIP_LAYERWISE}, recent 0", KVZIP_LAYERWISE, no_recent, adaptive(0.0)
+            f"{KVZIP_LAYERWISE}, {alike}", KVZIP_LAYERWISE, no_recent, adaptive(0.0)
         ),
     ]
 

@@ -216,12 +216,12 @@ def test_infinipot_scores_by_the_instructions_attention(aggregate):
     )
 
 
-def test_kvzip_gives_a_head_without_attention_only_what_always_stays():
+def test_kvzip_gives_a_head_without_attention_a_fifth_of_the_average():
     allocator = parse_policy({"name": "kvzip"}).allocator
     scores = torch.stack([torch.arange(128.0) + 1, torch.zeros(128)])[None]
     scores[..., :4] = torch.inf
     pages = allocator.allocate(scores, 10, 4, torch.full((1, 2), 32))
-    assert pages.tolist() == [[19, 1]]
+    assert pages.tolist() == [[17, 3]], "of 10 pages 2, and the first tokens"
 
 
 def test_kvzip_refuses_to_fold():

@@ -104,11 +104,12 @@ class KVzip(Compressor):
     of the template are omitted there, because a served prompt already ends with them.
 
     As in the paper, one ranking over all layers and KV heads determines how many tokens
-    each head keeps (``allocator: cross-layer``, the default here), without a minimum of
-    every head (``safeguard``).
+    each head keeps (``allocator: cross-layer``, the default here).
 
-    Differs from the paper: the paper compresses a context before the question is known.
-    Here the prompt ends with the question, so the ``recent`` newest tokens stay.
+    Differs from the paper: each head keeps at least ``safeguard`` of the average, which
+    brings the answers nearer to those of full KV. The paper has no minimum. It also
+    compresses a context before the question is known. Here the prompt ends with the
+    question, so the ``recent`` newest tokens stay.
 
     With ``prefill_block``, the model repeats the block that it has just read (EpiCache,
     appendix A.2). Tokens kept from earlier blocks compete by the attention that they
@@ -122,7 +123,7 @@ class KVzip(Compressor):
     summary: ClassVar[str] = "keeps tokens that repeating the prompt attends to"
 
     allocator: Annotated[PageAllocator, BeforeValidator(parse_allocator)] = Field(
-        default=CrossLayer(safeguard=0.0),
+        default=CrossLayer(),
         description="How pages are shared between layers and KV heads.",
     )
     chunk: int = Field(
