@@ -2,7 +2,9 @@
 
 Every policy reads the same history in blocks, keeps the same number of tokens of it,
 and answers the same questions. ``epicache`` keeps one cache per episode and routes
-questions; the others keep one cache. ``stock`` keeps everything.
+questions; the others keep one cache. ``stock`` keeps everything. The other compressors
+are bases of ``epicache``, with its allocator and with the settings of ``--config``;
+``'{"allocator": "uniform"}'`` gives all heads the same budget.
 
 Control runs use stock with another context: ``nothing``, only the question;
 ``another``, the next dialogue, cut to the same length; ``evidence``, only the lines
@@ -60,6 +62,7 @@ CONTROLS = (NO_REQUIREMENTS, ANOTHER, EVIDENCE)
 # stock with segments of the history
 RAG, SEGMENTS = "rag", "segments"
 RETRIEVERS = (RAG, SEGMENTS)
+UNCONFIGURED = ("stock", *CONTROLS)  # --config does not apply to them
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +99,13 @@ def job(method: str, budget: int, block: int, more: dict[str, Any]) -> Job:
     """The settings of an engine.
 
     Args:
-        more: settings of EpiCache; a retriever uses its budget and its episodes.
+        more: settings of EpiCache, which runs the compressor of every method; a
+            retriever uses its budget and its episodes.
     """
-    if method == "stock" or method in CONTROLS:
+    if method in UNCONFIGURED:
         return Job(json.dumps({"label": method}))
     policy = {"name": "epicache", "budget": budget, "prefill_block": block}
-    policy |= {"session_memory": "3GiB", **METHODS.get(method, {})}
-    if method == "epicache" or method in RETRIEVERS:
-        policy |= more
+    policy |= {"session_memory": "3GiB", **more, **METHODS.get(method, {})}
     use = "retriever" if method in RETRIEVERS else "policy"
     return Job(json.dumps({"label": method, use: policy}))
 
@@ -429,7 +431,7 @@ def main(
         ),
     ] = None,
     config: Annotated[
-        str, typer.Option(help="settings of epicache and retrieval, as JSON")
+        str, typer.Option(help="settings of epicache for all methods, as JSON")
     ] = "{}",
     dtype: str = "bfloat16",
     out: Path = Path("locomo.jsonl"),
@@ -442,13 +444,19 @@ def main(
         return
     if not model or not path:
         raise typer.BadParameter("give a MODEL and a file of LoCoMo")
+    more = json.loads(config)
+    if more and set(method or METHODS) <= set(UNCONFIGURED):
+        raise typer.BadParameter(
+            f"--config {config}: {', '.join(method or [])} has no settings; "
+            "remove --config"
+        )
     setting = Setting(model, path, dialogue, history_tokens, questions, dtype)
     check(setting, method or [])
     console, rows = Console(), {}
     source = provenance()
     for name in method or METHODS:
         rows[name] = []
-        for row in answers(setting, job(name, budget, block, json.loads(config))):
+        for row in answers(setting, job(name, budget, block, more)):
             rows[name].append(row)
             facts = {"method": name, "budget": budget, "block": block}
             keep(out, setting, facts | row | source)

@@ -35,14 +35,21 @@ def test_controls_are_stock():
         assert benchmark.job(label, 1024, 512, {"alpha": 1}).options == {"label": label}
 
 
-def test_only_epicache_takes_its_settings():
+def test_every_compressor_gets_the_settings():
     policies = {
-        name: benchmark.job(name, 1024, 512, {"alpha": 1}).options["policy"]
+        name: benchmark.job(name, 1024, 512, {"alpha": 1, "base": "h2o"}).options[
+            "policy"
+        ]
         for name in ("epicache", "keydiff")
     }
-    assert policies["epicache"]["alpha"] == 1
-    assert "alpha" not in policies["keydiff"]
+    assert {policy["alpha"] for policy in policies.values()} == {1}
     assert {policy["budget"] for policy in policies.values()} == {1024}
+    assert policies["keydiff"]["base"] == "keydiff", "a method is its compressor"
+
+
+def test_settings_that_no_method_takes_are_refused(dialogues):
+    options = ["--method", "stock", "--config", '{"alpha": 1}']
+    assert "remove --config" in refusal(dialogues, *options)
 
 
 def test_retrievers_are_stock_with_the_settings_of_epicache():
