@@ -129,6 +129,21 @@ def utterances(dialogue: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield turn["dia_id"], line
 
 
+def parsed(config: str) -> dict[str, Any]:
+    """The settings of ``--config``.
+
+    Raises:
+        typer.BadParameter: no JSON object.
+    """
+    try:
+        settings = json.loads(config)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"--config {config}: no JSON ({error})") from None
+    if not isinstance(settings, dict):
+        raise typer.BadParameter(f"--config {config}: give a JSON object")
+    return settings
+
+
 def check(setting: Setting, methods: list[str]) -> None:
     """Check the options before any engine starts.
 
@@ -444,11 +459,11 @@ def main(
         return
     if not model or not path:
         raise typer.BadParameter("give a MODEL and a file of LoCoMo")
-    more = json.loads(config)
+    more = parsed(config)
     if more and set(method or METHODS) <= set(UNCONFIGURED):
         raise typer.BadParameter(
-            f"--config {config}: {', '.join(method or [])} has no settings; "
-            "remove --config"
+            f"--config {config}: it does not apply to {', '.join(method or [])}; "
+            f"remove --config, or add a --method other than {', '.join(UNCONFIGURED)}"
         )
     setting = Setting(model, path, dialogue, history_tokens, questions, dtype)
     check(setting, method or [])

@@ -52,6 +52,11 @@ def test_settings_that_no_method_takes_are_refused(dialogues):
     assert "remove --config" in refusal(dialogues, *options)
 
 
+@pytest.mark.parametrize("config", ["{alpha: 1}", "[1]"])
+def test_settings_that_are_no_json_object_are_refused(dialogues, config):
+    assert f"--config {config}" in refusal(dialogues, "--config", config)
+
+
 def test_retrievers_are_stock_with_the_settings_of_epicache():
     for label in benchmark.RETRIEVERS:
         options = benchmark.job(label, 1024, 512, {"episodes": 3}).options
