@@ -38,6 +38,11 @@ def check_changes_nothing(run: dict[str, Any]) -> None:
     """Tokens are those without drafts, blocks are as planned, and nothing stays."""
     for kind in ("together", "alone"):
         assert run[kind] == run["plain"], kind
+    check_blocks(run)
+
+
+def check_blocks(run: dict[str, Any]) -> None:
+    """Blocks are as planned, and nothing stays."""
     for request, (most, bound) in run["held"].items():
         assert most <= bound, f"{request} held {most} blocks, {bound} are planned"
     assert run["tracked"] == run["held_blocks"] == 0

@@ -16,6 +16,7 @@ from routers import write_random_router
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.policies import registry
 from vllm_kvplugins.policies.sekv import SeKV
 from vllm_kvplugins.routers.files import read_router
 from vllm_kvplugins.spans.coarse import CoarseSpans
@@ -111,8 +112,14 @@ def test_surprisal_is_of_the_token_that_came():
 # -- ablations ---------------------------------------------------------------------
 
 
-def segments_of(name: str) -> tuple[SeKV, Segments]:
+@pytest.fixture(autouse=True)
+def ablations(monkeypatch):
+    """Registered for one test; other tests run what is available."""
+    monkeypatch.setattr(registry, "_POLICIES", registry._POLICIES.copy())
     sekv_ablations.register()
+
+
+def segments_of(name: str) -> tuple[SeKV, Segments]:
     policy = parse_policy(POLICY | {"name": name})
     assert isinstance(policy, SeKV)
     (compaction,) = policy.plan(Lengths(TOKENS), GEOMETRY).compactions
@@ -163,7 +170,6 @@ def test_plain_means_weigh_alike_what_sekv_weighs_by_surprise():
 
 
 def test_one_threshold_is_the_mean_of_all(tmp_path):
-    sekv_ablations.register()
     random = torch.Generator().manual_seed(SEED)
     model = ModelFingerprint(
         architecture=None,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_settings import EACH_KIND, wants_history
+from policy_settings import EACH_KIND, needs_profile, wants_history, write_heads
 from tiers import tiered
 from typer.testing import CliRunner
 
@@ -184,12 +184,16 @@ def test_a_history_holds_budget_and_block(folder):
 
 
 @pytest.mark.parametrize("name", tiered(available_policies(), EACH_KIND))
-def test_every_policy_has_figures(folder, name):
-    request_figures = figures(folder, context=2000, policy=name)["request"]
+def test_every_policy_has_figures(folder, tmp_path, name):
+    extra = []
+    if needs_profile(name):
+        allocator = write_heads(tmp_path / "heads.json", Path(folder))
+        extra = ["--policy-config", json.dumps({"allocator": allocator})]
+    request_figures = figures(folder, *extra, context=2000, policy=name)["request"]
     peak = 48 if wants_history(name) else 63
     assert request_figures["prefill_peak"]["blocks"] == peak
     assert request_figures["decode_peak"]["blocks"] <= request_figures["full"]["blocks"]
-    assert run(folder, context=2000, policy=name).exit_code == 0
+    assert run(folder, *extra, context=2000, policy=name).exit_code == 0
 
 
 @settings(max_examples=60, deadline=None)
