@@ -133,14 +133,14 @@ def parsed(config: str) -> dict[str, Any]:
     """The settings of ``--config``.
 
     Raises:
-        typer.BadParameter: no JSON object.
+        typer.BadParameter: it is not a JSON object.
     """
     try:
         settings = json.loads(config)
     except json.JSONDecodeError as error:
         raise typer.BadParameter(f"--config {config}: no JSON ({error})") from None
     if not isinstance(settings, dict):
-        raise typer.BadParameter(f"--config {config}: give a JSON object")
+        raise typer.BadParameter(f"--config {config}: give an object, as {{}}")
     return settings
 
 

@@ -36,6 +36,7 @@ from locomo import (
     job,
     keep,
     open_model,
+    parsed,
     rendered,
     spread,
 )
@@ -240,11 +241,12 @@ def main(
     names = method or [name for name in METHODS if name != "stock"]
     if unknown := set(names) - set(METHODS) | {"stock"} & set(names):
         raise typer.BadParameter(f"--method {', '.join(unknown)}: see locomo.py")
+    more = parsed(config)
     setting = Setting(model, path, dialogue, history_tokens, questions, dtype)
     console, rows, source = Console(width=120), {}, provenance()
     asked_of = ProbeRequest(MaskedModel(model))
     for name in names:
-        work = job(name, budget, block, json.loads(config))
+        work = job(name, budget, block, more)
         request = json.dumps([asdict(setting), work.config])
         engine_rows = list(child_rows(__file__, request, name))
         prompts = {row["question"]: row["prompt"] for row in engine_rows}

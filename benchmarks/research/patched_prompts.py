@@ -42,6 +42,7 @@ from locomo import (
     keep,
     nats,
     open_model,
+    parsed,
     prescribed,
     rendered,
     spread,
@@ -261,15 +262,9 @@ def policy_of(budget: int, block: int, episodes: int, config: str) -> dict[str, 
     Raises:
         typer.BadParameter: ``config`` is not a JSON object.
     """
-    try:
-        more = json.loads(config)
-    except json.JSONDecodeError as error:
-        raise typer.BadParameter(f"--config {config}: no JSON, {error}") from error
-    if not isinstance(more, dict):
-        raise typer.BadParameter(f"--config {config}: give an object, as {{}}")
     policy = {"name": "epicache", "budget": budget, "prefill_block": block}
     policy |= {"session_memory": "2GiB", "longest_patched_prompt": LONGEST}
-    return policy | {"episodes": episodes} | more
+    return policy | {"episodes": episodes} | parsed(config)
 
 
 def rows_of(
